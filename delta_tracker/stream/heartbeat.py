@@ -108,8 +108,8 @@ class _Target:
 class HeartbeatWriter:
     """Writer of one predictor's heartbeats. Call :meth:`write` whenever :meth:`is_due` returns True.
 
-    Heartbeats are due every five seconds. Errors of the store are not raised. The first of consecutive failures and the
-    recovery are logged, except before the first version. Each failure doubles the interval, up to five minutes.
+    A heartbeat is due every five seconds. Each failure doubles this interval, up to five minutes. Errors of the store
+    are not raised. The first of several failures and the recovery are logged, except before the first version.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -124,11 +124,11 @@ class HeartbeatWriter:
         return time.monotonic() >= self._target.due
 
     def move_to(self, storage: Storage) -> None:
-        """Write the next heartbeats to another store. The next heartbeat is due immediately, even after failures."""
+        """Write later heartbeats to ``storage``. The next heartbeat is due immediately, even after failures."""
         self._target = _Target(storage)  # a heartbeat that another thread is writing delays only its own target
 
     def write(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
-        """Write a heartbeat. Does nothing if the store is a local directory without a log.
+        """Write a heartbeat. No-op if the store is a local directory without a log.
 
         ``fields`` are the fields of :class:`Heartbeat`, except ``name``, ``time``, ``host`` and ``window``.
         """
@@ -214,7 +214,7 @@ def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
 def read_record(storage: Storage, name: str, what: str, kind: type[_T], response: Transfer | None = None) -> _T | None:
     """Return the small JSON object ``name``, converted to ``kind``; None if it is missing or malformed.
 
-    Logs a malformed object, called ``what`` in the message. Sets the modification time in ``response``.
+    Logs a malformed object as a malformed ``what``. Sets the object's modification time in ``response``.
     """
     try:
         data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
@@ -231,7 +231,7 @@ def heartbeat_path(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherHeartbeat:
-    """State of a publisher with ``recovery``, stored as the JSON object ``publishers/{generation}.json``.
+    """State of a publisher built with ``recovery``, stored as the JSON object ``publishers/{generation}.json``.
 
     Rank 0 of the publisher's job replaces the object every few seconds.
     """
@@ -323,7 +323,7 @@ def _is_above(pin: Pin, beat: Heartbeat) -> bool:
 
 
 def _waits_after(release: Pin, beat: Heartbeat, head: Manifest) -> bool:
-    """Return True if a canary waits at its version, because ``release`` is above the canary's bound."""
+    """Return True if a canary waits at its version because it may not apply the snapshot of ``release`` yet."""
     if not _is_canary(beat) or beat.error is not None or beat.version is None or beat.pin >= release.counter:
         return False
     if beat.version >= release.version or len({version for _, version, _ in beat.window}) > 1:

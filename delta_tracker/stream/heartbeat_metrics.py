@@ -21,19 +21,19 @@ _LIMIT = 4096  # heartbeats that are read at each collection, newest first
 def show_heartbeats(url: Location, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
     """Export the heartbeats of a stream's predictors as the built-in gauges ``heartbeat_*``.
 
-    A thread of the monitor reads the heartbeats at each collection of metrics, without delaying training. It reads the
-    4,096 newest heartbeats at most, and omits heartbeats older than ``gone_seconds``. A failed read is counted in the
-    metric ``outlet_errors``. ``monitor`` is ``delta_tracker.monitor.MONITOR`` by default.
+    At each collection of metrics, a thread of the monitor reads the newest heartbeats, at most 4,096. It omits
+    heartbeats older than ``gone_seconds``. The metric ``outlet_errors`` counts failed reads. ``monitor`` is
+    ``delta_tracker.monitor.MONITOR`` by default.
     """
     chosen = program_monitor() if monitor is None else monitor
     chosen.registry.add_source(_Heartbeats(open_storage(url), chosen, gone_seconds))
 
 
 def show_stream(url: Location, monitor: Monitor) -> None:
-    """Export the newest version of a stream as gauges: its number, age, pending rows and the publisher's heartbeat age.
+    """Export the number, age and pending rows of a stream's newest version, and its publisher's heartbeat age.
 
-    A thread of the monitor reads the newest entry at each collection of metrics. The gauges have no values before the
-    first version. A failed read is counted in the metric ``outlet_errors``.
+    A thread of the monitor reads them at each collection of metrics, and sets the gauges ``stream_*`` and
+    ``publisher_heartbeat_age_seconds``. The metric ``outlet_errors`` counts failed reads.
     """
     monitor.registry.add_source(_Newest(StreamLog(open_storage(url)), monitor))
 

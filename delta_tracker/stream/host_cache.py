@@ -1,8 +1,8 @@
 """Cache of parts in a directory that the predictors of one host share.
 
-The directory contains the files ``objects/{key}``, which are complete, and ``drafts/{key}``, which are being fetched.
-The key consists of the hash, size and body in the part's record, so that streams can share equal parts. A file in
-``objects`` never changes: it is renamed into place after it was verified, and unlinked when it is evicted or damaged.
+The directory contains complete files ``objects/{key}``, and files ``drafts/{key}`` that are being fetched. The key
+consists of the hash, size and body in the part's record, so that streams can share equal parts. A file in ``objects``
+never changes: it is renamed into place after it was verified, and unlinked when it is evicted or damaged.
 """
 
 import errno
@@ -47,8 +47,8 @@ class HostCache:
         patience_seconds: time without progress of a fetching process after which other processes bypass the cache.
 
     Attributes:
-        counts: number of parts that were read from the cache (``hits``), fetched into it (``misses``), and read without
-            it (``bypasses``).
+        counts: numbers of parts: ``hits`` were read from the cache, ``misses`` were fetched into the cache, and
+            ``bypasses`` were read without the cache.
 
     Raises:
         InvalidArgumentError: if ``max_bytes`` is below 1, if ``patience_seconds`` is not positive and finite, or if the
@@ -74,7 +74,7 @@ class HostCache:
     def over(self, storage: Storage, manifest: Manifest) -> Storage:
         """Return a read-only view of ``storage`` that reads the parts of one version through the cache.
 
-        Opened files stay open, so that an eviction does not affect a version that is being applied.
+        The view keeps the files of its parts open, so that an eviction does not affect a version being applied.
         """
         return Storage.over(CachedStore(storage, self, manifest.parts), storage)
 
@@ -82,8 +82,8 @@ class HostCache:
         """Return a file descriptor of a verified copy of a part. Fetches the part from ``storage`` if it is not cached.
 
         The caller must close the descriptor. Returns None if the part does not fit, the disk is full, the directory
-        fails (logged once until it works again), or the fetching process makes no progress. Then read the part from
-        ``storage``. Raises CorruptPartError, and caches nothing, if the part in ``storage`` does not match its record.
+        fails, or the fetching process makes no progress. The caller must then read the part from ``storage``. Raises
+        CorruptPartError, and caches nothing, if the part in ``storage`` does not match its record.
         """
         if part.num_bytes > self._max_bytes:
             self.counts["bypasses"] += 1
@@ -231,7 +231,7 @@ class HostCache:
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Context manager that locks the directory. It yields False if another process holds the lock for too long."""
+        """Context manager that locks the directory. Yields False if another process does not release the lock."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self._directory / "lock", flags, 0o600)
         deadline = time.monotonic() + self._patience_seconds
@@ -280,7 +280,7 @@ class CachedStore(Store):
         finalize(self, self._files.close)
 
     def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """Read from the cached copy of a part, otherwise from the origin; see :meth:`Store.read`."""
+        """Read from the cached copy of a part, or from ``origin`` without one; see :meth:`Store.read`."""
         descriptor = self._descriptor(span.name)
         if descriptor is None or (span.end or 0) > self._parts[span.name].num_bytes:
             return self._origin.read_span(span, transfer)
@@ -291,7 +291,7 @@ class CachedStore(Store):
             raise StorageError(self.url, reason) from error
 
     def stat(self, name: str) -> StoredObject | None:
-        """Return the size and modification time of an object; None if it is missing. The time of a cached part is 0."""
+        """Return the size and modification time (0 for a cached part) of an object; None if it does not exist."""
         if self._descriptor(name) is None:
             return self._origin.stat(name)
         return StoredObject(name, self._parts[name].num_bytes, 0.0)

@@ -19,7 +19,7 @@ _CANCEL_SECONDS = 1.0  # maximum wait for the cancellation of a request
 
 
 class Interrupted(BaseException):
-    """Raised when the stop flag of the thread is set. ``except Exception`` does not catch it."""
+    """Raised if the stop flag of the thread is set. ``except Exception`` does not catch it."""
 
 
 class _Thread(threading.local):
@@ -38,8 +38,8 @@ _thread = _Thread()
 def interruptible(stop: threading.Event) -> Iterator[None]:
     """Context manager in which store calls of this thread raise :class:`Interrupted` once ``stop`` is set.
 
-    Uploads of parts and accesses to local files stop between two pieces. Other requests to a remote store are cancelled
-    within about a second.
+    Uploads of parts and accesses to local files stop before the next piece. Other requests to a remote store are
+    cancelled within about a second.
     """
     before, loop = (_thread.stop, _thread.loop), asyncio.SelectorEventLoop()
     _thread.stop, _thread.loop = stop, loop

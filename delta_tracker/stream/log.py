@@ -55,7 +55,7 @@ _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread thei
 
 
 class StreamLog:
-    """Access to a stream's log, for reading entries and claiming the stream. ``is_listed`` is False at an http url."""
+    """Reader of a stream's log, which can also claim the stream. ``is_listed`` is False at an http url."""
 
     def __init__(self, storage: Storage, runtime: Runtime = REAL) -> None:
         self.storage = storage
@@ -72,7 +72,7 @@ class StreamLog:
         self._refused: dict[tuple[str, str], MalformedError] = {}
 
     def may_have(self, version: int) -> bool:
-        """Return False if the entry of a version should not be requested yet, because it probably does not exist.
+        """Return False if the entry of ``version`` probably does not exist yet and should not be requested.
 
         If the store can list entries, always returns True. Over http, returns True if the pointer has reached the
         version, and otherwise once every 10 to 15 s, because a request for a missing entry leaves a "not found"
@@ -92,9 +92,9 @@ class StreamLog:
     def newest_version(self, after: int) -> int:
         """Return the newest version of the log. ``after`` is a version that is or was in the log, or -1.
 
-        Over http, returns the version of :meth:`pointed`. In other stores, searches for entries above the pointer's
-        version. Lists the log if ``after`` is negative, the pointer's entry is missing, or the search ends at a claim.
-        The result may be too low if an entry in between is missing.
+        Over http, returns the version of :meth:`pointed`. In other stores, searches upwards from ``after`` or from the
+        pointer's version. Lists the log if ``after`` is negative, the pointer's entry is missing, or the search ends at
+        a claim. The result may be too low if an entry in between is missing.
         """
         pointer = self.pointer.newest()
         if not self.is_listed and pointer is not None and pointer.version > after:
@@ -116,7 +116,7 @@ class StreamLog:
         return present
 
     def read(self, version: int) -> Manifest | None:
-        """Return the entry of a version; None if it does not exist.
+        """Return the entry of ``version``; None if it does not exist.
 
         Over http, also returns None if the pointer shows that the version was deleted. Raises MalformedError if the
         entry does not follow the format, belongs to another version, or is a merged entry.
@@ -247,7 +247,7 @@ class StreamLog:
         return None
 
     def readable(self, version: int) -> Manifest | None:
-        """Return an entry; None if missing or malformed. Over http, rereads a malformed entry, bypassing caches."""
+        """Return the entry of ``version``; None if it is missing or malformed. Retries a malformed one over http."""
         with suppress(MalformedError):
             return self.read(version)
         with suppress(MalformedError):
@@ -255,7 +255,7 @@ class StreamLog:
         return None
 
     def _may_reread(self, name: str) -> bool:
-        """Return True unless a read of the entry ``name`` bypassed the caches less than 10 s ago."""
+        """Return False if a read of the entry ``name`` bypassed the caches less than 10 s ago."""
         last = self._reread_at
         return last is None or last[0] != name or self._runtime.monotonic() - last[1] >= _REREAD_SECONDS
 
@@ -321,12 +321,12 @@ class StreamLog:
         return self.read(in_log) if in_log >= 0 else None
 
     def longest_merged(self, version: int) -> Manifest | None:
-        """Return the merged delta with the highest last version that a reader at ``version`` can apply, or None."""
+        """Return the merged delta that leads a reader at ``version`` to the highest version; None without one."""
         found = [each for each in self.merged(after=version) if each.kind == "delta" and each.first <= version + 1]
         return next((entry for each in reversed(found) if (entry := self.read_merged(each)) is not None), None)
 
     def successors(self, entry: Manifest) -> list[Manifest] | None:
-        """Return the entries after ``entry``, which was read earlier; None if the log was replaced in the meantime."""
+        """Return the entries after ``entry``; None if the log was replaced since ``entry`` was read."""
         there, found = self.read(entry.version), [entry]
         if there is None or (there.stream, there.link) != (entry.stream, entry.link):
             return None
@@ -349,7 +349,7 @@ class StreamLog:
         return _follows_deletable(self, entry) and not has_deletions(self.storage)
 
     def is_committed(self, entry: Manifest) -> bool:
-        """Return True if ``entry``, which was read from the store, is part of the log.
+        """Return True if ``entry`` is part of the log.
 
         Call this method for claims: a suspended publisher may have created a claim under the name of an entry that
         retention has deleted. Other entries need no check, because retention keeps every entry whose name a fenced
@@ -451,7 +451,7 @@ class StreamLog:
 
 
 class _ParentLostError(StorageError):
-    """Error because another program has deleted the entry that a new entry follows."""
+    """Raised if another program has deleted the entry that a new entry follows."""
 
 
 class Claim:
@@ -480,7 +480,7 @@ class Claim:
         self._is_used = True
 
     def release(self) -> None:
-        """Mark this claim as unused. Call this if the publisher that called :meth:`mark_used` could not be built."""
+        """Mark this claim as unused. Call this method if the publisher that used the claim could not be built."""
         self._is_used = False
 
     def commit(self, entry: Manifest) -> Manifest:
@@ -493,8 +493,8 @@ class Claim:
             AlteredEntryError: if the stored bytes differ from the bytes that were sent. Nothing was committed.
             LostEntryError: if the newest entry was deleted and ``entry`` is a delta. Nothing was committed. The stream
                 was claimed again.
-            UnknownOutcomeError: if the store fails, and the entry may exist or may appear later. If so, the next commit
-                follows that entry. If the error names a ``directory``, the entry exists, but a power loss may undo it.
+            UnknownOutcomeError: if the store fails, and the entry may exist or may appear later. If it exists, the next
+                commit follows it. If the error names a ``directory``, it exists, but a power loss may undo it.
             StorageError: for other failures of the store. Nothing was committed.
         """
         if self._fenced is not None:
@@ -561,7 +561,7 @@ class Claim:
         return None
 
     def _claim_again(self, entry: Manifest) -> None:
-        """Claim the stream after this publisher's newest entry was lost; raise LostEntryError if ``kind`` is a delta.
+        """Claim the stream after this publisher's newest entry was lost. Raise LostEntryError if ``entry`` is a delta.
 
         The claim gets a name that was never used, because caches may contain the lost entries.
         """
@@ -637,7 +637,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClaimedStream:
-    """Claimed stream on one rank, the result of a takeover. Pass it to one publisher in place of the url.
+    """Claimed stream on one rank, as returned by a takeover. Pass it to one publisher in place of the url.
 
     Args:
         storage: store of the stream.
@@ -662,7 +662,7 @@ def _has(storage: Storage, version: int) -> bool:
 
 
 def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
-    """Return True if the log contains the parent of ``entry``, and an entry up to ``entry`` that may be deleted."""
+    """Return True if the log contains the parent of ``entry`` and, up to ``entry``, an entry that may be deleted."""
     after: Manifest | None = None
     link: Link | None = entry.link
     is_deletable = False
@@ -889,5 +889,5 @@ def generation_error(entry: Manifest, before: Manifest) -> MalformedError:
 
 
 def part_name(version: int, generation: int, author: str) -> str:
-    """Return a unique name for a part of ``version`` or later. ``author`` names the writer: ``r3`` is rank 3."""
+    """Return a unique name for a part of ``version`` or later. ``author`` is the writer, such as ``r3`` for rank 3."""
     return f"parts/{version:020d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"

@@ -1,8 +1,9 @@
 """Mirror of a stream: a copy of its entries and objects in another store, which is updated continuously.
 
-The log of the destination is always a copy of a contiguous range of the source's log that begins with a snapshot, with
-the objects of all tables or of some. Below the range are only the claims that started its stream and former streams. A
-killed mirror continues where it stopped. A mirror stops if another program appends to the destination.
+The destination's log is always a copy of a contiguous range of the source's log. The range begins with a snapshot. Only
+the claims that started the current and former streams may precede the range. A mirror copies the objects of all tables
+or of some tables. A killed mirror continues where it stopped. A mirror stops if another program appends to the
+destination.
 """
 
 import logging
@@ -67,10 +68,10 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     Args:
         source: store of the stream. At an http url, reads of entries bypass caches, but reads of parts do not.
         destination: store of the copy.
-        retention: bounds on the versions at the destination; None deletes nothing.
-        tables: names of tables and dense tensors of the stream, or patterns with ``*``, ``?`` and ``[...]``, of which
-            the destination gets the parts; None for all objects. The destination keeps the choice with which it began.
-        memory_bytes: maximum size of an object that is held in memory. Larger objects are copied in pieces of 8 MiB.
+        retention: bounds on the versions that the destination retains; None to delete nothing.
+        tables: names of the tables and dense tensors whose parts are copied, or patterns with ``*``, ``?`` and
+            ``[...]``; None to copy all objects. The choice for a destination cannot be changed later.
+        memory_bytes: maximum size of an object that is copied as a whole. Larger objects are copied in pieces of 8 MiB.
         pointer_seconds: minimum time between two writes of the destination's pointer object, which readers over http
             need. Only :meth:`run` writes it. None disables the writes.
         runtime: functions for time, random numbers and threads.
@@ -120,9 +121,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         Raises:
             MirrorDivergedError: if the destination is not a prefix of the source, or the next entry was deleted from
                 the source. Nothing was changed.
-            MissingVersionError: if the next entry is missing in the source, which has no newer snapshot.
+            MissingVersionError: if the next entry is missing in the source, and the source has no newer snapshot.
             CorruptPartError: if an object of the source does not match its entry.
-            LeftOutPartError: if the source is a mirror of some tables, and lacks a part of a chosen one.
+            LeftOutPartError: if the source is a mirror of some tables, and lacks a part of a chosen table.
             InvalidArgumentError: if the destination began with another choice of tables. Nothing was changed.
             MissingTableError: if a name or pattern matches nothing in the first snapshot. Nothing was changed.
             MalformedError: if an entry does not follow the format.
@@ -152,7 +153,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return sum(self._copy_merged(each, head.stream) for each in found)
 
     def copy_claims(self) -> int:
-        """Copy the claims that link the stream to its former streams, and return their number.
+        """Copy the claims that link the stream to its former streams. Return the number of copied claims.
 
         Readers of a former stream need these claims to continue with the current stream.
         """
@@ -167,7 +168,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return num_copied
 
     def copy_pins(self) -> int:
-        """Copy the pins of the source in the order of their counters, and return their number.
+        """Copy new pins of the source in the order of their counters. Return the number of copied pins.
 
         Copies no pin until the destination contains the entry that the newest pin names. Raises MirrorDivergedError if
         the destination contains another pin with the same counter.
@@ -232,7 +233,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 runtime.wait(stop, pause * runtime.uniform(0.75, 1.25))
 
     def _maintain(self, pointer: PointerWriter | None, *, is_due: bool) -> None:
-        """Copy merged entries once per minute, or now if ``is_due``. Apply the retention after some entries."""
+        """Copy merged entries once per minute, or now if ``is_due``. Run retention after several copied entries."""
         now, is_changed = self._runtime.monotonic(), False
         try:
             if is_due or now - self._merged_at >= _CHECK_SECONDS:
@@ -332,15 +333,15 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
 
 def promote(storage: Storage) -> Manifest:
-    """Start a new stream in a mirror's log, which a publisher can continue. Return the claim that starts the stream.
+    """Start a new stream in a mirror's log, so that a publisher can append to it. Return the claim that starts it.
 
-    Stop the former trainer and the mirror first: this function does not check whether they run. Restore the trainer
-    from the mirror before this call, and build the publisher after it; see ``guide/fleet.md``.
+    Stop the former trainer and the mirror first: this function does not check whether they are running. Restore the new
+    trainer from the mirror before this call, and build its publisher afterwards; see ``guide/fleet.md``.
 
     The call is idempotent: if the newest entry is already a claim that starts a stream, it is returned.
 
     Raises:
-        InvalidArgumentError: if there is no stream, or a mirror of some tables.
+        InvalidArgumentError: if the store contains no stream, or a mirror of only some tables.
         LivePublisherError: if a running mirror or publisher appended an entry during the call. Nothing was created.
         StorageError: if the store fails. The stream may have been started: repeat the call.
 
@@ -361,7 +362,7 @@ def promote(storage: Storage) -> Manifest:
 
 
 class ObjectCopier:
-    """Copies the objects of entries from one store to another, large ones in pieces of 8 MiB.
+    """Copier of the objects of entries from one store to another. Copies large objects in pieces of 8 MiB.
 
     ``choice`` selects the tables to copy.
     """
@@ -423,9 +424,9 @@ class ObjectCopier:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Decision to copy ``entry``, whose bytes are ``data``. For a malformed entry, only the hash in ``entry`` is valid.
+    """Decision to copy ``entry``, whose bytes are ``data``. If they are malformed, only the hash in ``entry`` is valid.
 
-    ``merged`` is a merged snapshot to copy first, or None. ``note`` is a warning to log, if it is not empty.
+    ``merged`` is a merged snapshot to copy first, or None. ``note`` is a warning to log; empty for no warning.
     """
 
     entry: Manifest
@@ -454,15 +455,15 @@ class _Seen:
         return any(size(each.name) is None for each in entry.objects)
 
     def next_entry(self, version: int) -> bytes | None:
-        """Return the bytes of the entry of ``version``; None if a poll does not find it."""
+        """Poll for the entry of ``version``, and return its bytes; None if it was not found."""
         return _read(self.source, version) if self.source.may_have(version) else None
 
 
 def next_copy(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
-    """Return the next entry for a mirror to copy, or a note to log if it must wait; the note may be empty.
+    """Return the decision to copy the next entry. If the mirror must wait, return a note to log, which may be empty.
 
-    ``head`` is the newest entry of the destination. ``is_checked`` is True if the destination was a prefix of the
-    source at an earlier check. ``is_due`` is True to check this again if there is no next entry or no earlier check.
+    ``head`` is the newest entry of the destination. ``is_checked`` is True if an earlier check has found that the
+    destination is a prefix of the source. ``is_due`` is True to repeat this check if no next entry is found.
     """
     if head is None:
         return _first(log)

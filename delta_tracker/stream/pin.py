@@ -1,4 +1,4 @@
-"""Pins: objects ``control/pins/{counter}.json`` by which an operator returns all predictors to one version.
+"""Pins: objects ``control/pins/{counter}.json`` with which an operator makes all predictors return to one version.
 
 Counters are assigned without gaps, and objects are never overwritten. The pin with the highest counter applies.
 """
@@ -38,10 +38,10 @@ _MAX_REPORTED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """Order to predictors that follow pins: return to a version and stay there, or continue from a snapshot.
+    """Order to predictors that follow pins: return to a version and stay at it, or continue from a snapshot.
 
-    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written. A release repeats ``bad`` of
-    the pin that it ends.
+    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written. A release has the same
+    ``bad`` as the pin that it ends.
     """
 
     counter: Count
@@ -54,12 +54,12 @@ class Pin:
     time: Time
 
     def to_json(self) -> bytes:
-        """Return the bytes of the pin object, in JSON."""
+        """Return the pin, encoded as JSON."""
         return json.dumps(asdict(self)).encode()
 
 
 def pin_name(counter: int) -> str:
-    """Return the name of the object that contains the pin with the number ``counter``."""
+    """Return the name of the object that contains the pin with ``counter``."""
     return f"{PINS}/{counter:020d}.json"
 
 
@@ -77,7 +77,7 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
 
 
 def last_present(is_there: Callable[[int], bool], after: int) -> int:
-    """Search upwards from ``after`` for a number that is present and whose successor is missing. Return the number.
+    """Return a number that is present and whose successor is missing, found by a search upwards from ``after``.
 
     Returns ``after`` if ``after + 1`` is missing. Calls ``is_there`` a logarithmic number of times.
     """
@@ -88,10 +88,10 @@ def last_present(is_there: Callable[[int], bool], after: int) -> int:
 
 
 def free_counters(storage: Storage) -> list[int]:
-    """Return the counters under which the next pin or release must be written, ascending.
+    """Return the counters under which the next pin or release must be written, in ascending order.
 
-    These are the gaps below the pins that a reader may find, and the next counter. Gaps are caused by forged pins. A
-    reader at counter ``c`` probes ``c + 1``, ``c + 2``, ``c + 4`` and so on. It may stop at a gap or find a forged pin.
+    The last one is the next counter. The others are gaps before forged pins, because a reader may stop at a gap or
+    find a forged pin: at counter ``c``, it probes ``c + 1``, ``c + 2``, ``c + 4`` and so on.
     """
     names = map(_PIN_NAME.fullmatch, storage.names(PINS))
     taken = {int(match[1]) for match in names if match is not None}
@@ -102,9 +102,9 @@ def free_counters(storage: Storage) -> list[int]:
 
 
 def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
-    """Return the pin with the highest counter above ``after``, or None. Does not list the store.
+    """Return the pin with the highest counter above ``after``; None if there is none. Does not list the store.
 
-    Skips malformed pins, and logs each of them once.
+    Skips malformed pins, and logs each malformed pin once.
     """
     pins = (_read_pin(storage, counter) for counter in range(newest_counter(storage, after=after), after, -1))
     return next((pin for pin in pins if pin is not None), None)
@@ -137,7 +137,7 @@ def _parsed(data: bytes, counter: int) -> Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletions:
-    """Announcement, in ``control/retention/``, that a pass may delete versions of ``stream`` below ``before``."""
+    """Announcement that a retention pass may delete versions below ``before``; see :func:`announce_deletions`."""
 
     stream: Hex
     before: Count
@@ -153,7 +153,7 @@ def announce_deletions(storage: Storage, stream: str, before: int) -> str:
 
 
 def has_deletions(storage: Storage) -> bool:
-    """Return True if a retention pass may be running, or was interrupted and its announcement was not deleted."""
+    """Return True if the store contains the announcement of a retention pass, which may be running or interrupted."""
     return bool(storage.names(_DELETIONS))
 
 
@@ -178,7 +178,7 @@ class PinReader:
     """Reader that polls one url for the newest pin every ``seconds``, with a random jitter of 25 %.
 
     A pin is confirmed once its entry has been read. The counter of a stream's confirmed pin never decreases, even if
-    the store is replaced by a store with fewer pins. An unconfirmed pin may be forged: the reader drops it if a read
+    the store is replaced by a store with fewer pins. An unconfirmed pin may be forged. The reader drops it if a read
     that bypasses caches does not find it, or if the store fails for a minute.
     """
 
@@ -216,17 +216,17 @@ class PinReader:
         return self._newest
 
     def confirm(self, pin: Pin) -> None:
-        """Confirm a pin. Call this method once the entry that the pin names has been read and has the expected hash."""
+        """Confirm ``pin``. Call this method once the entry that the pin names was read and has the expected hash."""
         if pin == self._newest:
             self._confirmed = pin
 
     def recheck(self, pin: Pin) -> None:
-        """Read a pin again at the next :meth:`order`. Call this if the pin's entry is missing or has another hash."""
+        """Make the next poll read ``pin`` again. Call this method if the pin's entry is missing or has another hash."""
         if pin == self._newest:
             self._recheck_at = 0.0
 
     def pop_dropped(self) -> tuple[Pin, int] | None:
-        """Return the pin dropped since the last call, and the highest valid counter; None if no pin was dropped."""
+        """Return the pin dropped since the last call and the highest valid counter; None if no pin was dropped."""
         drop, self._drop = self._drop, None
         return drop
 

@@ -1,4 +1,4 @@
-"""Write pins and releases: predictors that follow pins return to a version, or continue from a snapshot."""
+"""Functions that write pins and releases, with which an operator pins all predictors to a version or releases them."""
 
 import time
 from collections.abc import Sequence
@@ -36,10 +36,11 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NoSnapshotErro
 def pin_version(
     storage: Storage, version: int, *, reason: str = "", replaces: bool = False, is_quick: bool = False
 ) -> Pin:
-    """Write and return a pin: all predictors that follow pins return to ``version``, and stay there until a release.
+    """Pin all predictors that follow pins to ``version``, until a release. Write and return the pin.
 
     Checks the entries that lead to the version and the sizes of their objects, before and after the pin is written.
-    Unless ``is_quick``, first verifies all bytes of the parts too. Retention keeps these objects while the pin applies.
+    Also verifies all bytes of the parts first, unless ``is_quick`` is True. Retention keeps these objects while the pin
+    applies.
 
     ``reason`` is a text of at most 1,000 characters for operators. ``replaces=True`` replaces a current pin.
 
@@ -82,9 +83,9 @@ def pin_version(
 
 
 def release_pin(storage: Storage, *, reason: str = "") -> Pin:
-    """Write and return a release: predictors at the pinned version continue from the newest snapshot of the log.
+    """Release predictors from the pin, to continue from the newest snapshot of the log. Write and return the release.
 
-    The snapshot must be above all versions that existed when the pin was written. Merged snapshots do not count.
+    The snapshot must be newer than all versions that existed when the pin was written. Merged snapshots do not count.
     ``reason`` is a text of at most 1,000 characters for operators.
 
     Raises:

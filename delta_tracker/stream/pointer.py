@@ -1,4 +1,4 @@
-"""Pointer object ``control/head.json``: a hint with the newest entry of a log, for readers that cannot list.
+"""Pointer object ``control/head.json``: a hint that names the newest entry of a log, for readers that cannot list it.
 
 No writer depends on the pointer. It may be missing, late, forged, or older than a previously read pointer. A reader
 that cannot list therefore takes all fields from the newest pointer whose entry it has read, and checks every object.
@@ -45,7 +45,7 @@ class PointedSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPointer:
-    """Contents of the pointer object: the newest entry of the log, and the snapshots and merged deltas to reach it."""
+    """Contents of the pointer object: the newest entry of the log, and the entries from which readers reach it."""
 
     stream: Hex
     generation: Count
@@ -59,12 +59,12 @@ class HeadPointer:
     time: Time
     """Unix time of the writer's host, in seconds, for information only."""
     older: Annotated[tuple[Count, ...], Meta(max_length=MAX_POINTED)] = ()
-    """Versions below ``oldest`` in the log, ascending: the claims that a reader needs to follow a promotion."""
+    """Versions in the log below ``oldest``, ascending: claims that a reader needs to follow a promotion."""
     snapshots: Annotated[tuple[Count, ...], Meta(max_length=MAX_POINTED)] = ()
     """Versions of the merged snapshots, ascending. A pinned reader or a canary may need an older snapshot."""
 
     def to_json(self) -> bytes:
-        """Return the bytes of the pointer object, in JSON."""
+        """Return the pointer, encoded as JSON."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     def check(self) -> None:
@@ -85,7 +85,7 @@ class HeadPointer:
         return version >= self.oldest or version in self.older
 
     def names(self, entry: Manifest) -> bool:
-        """Return True if this pointer names ``entry``: the stream, generation, version and hash are equal."""
+        """Return True if this pointer names ``entry``, with the same stream, generation, version and hash."""
         return entry.merges is None and _link(self) == (entry.stream, entry.generation, entry.version, entry.xxh3)
 
     def with_head(self, head: Manifest) -> Self:
@@ -124,7 +124,7 @@ def load_pointer(storage: Storage) -> HeadPointer | None:
 
 
 def _described(data: bytes) -> str:
-    """Return a text with the size, kind and first bytes of data that was received instead of a pointer."""
+    """Return a description of ``data``, which was received instead of a pointer: size, kind and first bytes."""
     if not data:
         return "an empty answer"
     kind = next((f", compressed with {name}" for magic, name in _MAGIC.items() if data.startswith(magic)), "")
@@ -141,13 +141,13 @@ def _report(error: UnreadablePointerError) -> None:
 
 
 class PointerReader(Forkable):
-    """Reader that polls the pointer object and keeps the newest valid pointer. Thread-safe.
+    """Reader that polls the pointer object and stores the newest valid pointer. Thread-safe.
 
-    A pointer is **claimed** until the entry that it names has been read, and then **confirmed**. The confirmed pointer
-    is replaced as a whole: fields of several pointers are never combined. A lower pointer is ignored as outdated,
-    unless its entry exists and the confirmed pointer's entry does not, because the log was restored from a copy. A
-    pointer of another stream is accepted only after the pointer and its entry were read again, bypassing caches. If the
-    generation is not higher, the confirmed pointer's entry must also be missing.
+    A pointer is **claimed** until the entry that it names has been read, and then **confirmed**. Fields of several
+    pointers are never combined. A pointer with a lower generation or version is outdated and ignored. It is accepted
+    only if its entry exists and the confirmed pointer's entry is missing, because the log was restored from a copy. A
+    pointer of another stream is accepted only after the pointer and its entry were read again, bypassing caches. Unless
+    its generation is higher, the confirmed pointer's entry must also be missing.
 
     Args:
         seconds: minimum time between two reads.
@@ -209,7 +209,7 @@ class PointerReader(Forkable):
                     self._claimed = None
 
     def confirm(self, pointer: HeadPointer) -> None:
-        """Confirm a pointer. Call this method after its entry was read and the bytes had the pointer's hash."""
+        """Confirm ``pointer``. Call this method after its entry was read and had the hash in the pointer."""
         with self._lock:
             known, claimed = self.confirmed, self._claimed
             if claimed is not None and _link(claimed) == _link(pointer):  # otherwise, another thread was faster

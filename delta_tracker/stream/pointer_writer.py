@@ -25,7 +25,7 @@ _CLOSE_SECONDS = 2.0  # for the last write, of which the last quarter is for its
 
 
 class PointerWriter:
-    """Background writer of the pointer object. Failures are logged and retried, and never raised to the publisher.
+    """Background writer of the pointer object. Failures are logged and retried, but never raised to the publisher.
 
     The first call of :meth:`after` starts a thread. The thread writes the newest head at most once per ``seconds``, and
     only after a change. At the start, after :meth:`rescan` and every ten minutes, it lists the log first, to find newer
@@ -68,12 +68,12 @@ class PointerWriter:
                 self._thread = thread
 
     def rescan(self) -> None:
-        """Request a listing of the log before the next write. Call this method after entries were deleted or merged."""
+        """Make the next write list the log first. Call this method after entries were deleted or merged."""
         self._scanned_at = _NEVER
         self._wake.set()
 
     def write_now(self, head: Manifest | None = None) -> None:
-        """Write a pointer to ``head``, by default the head of the last :meth:`after`, unless the pointer is current."""
+        """Write a pointer to ``head``, by default the entry passed to :meth:`after`. No-op if it is already written."""
         with self._writing:
             self._head = self._head if head is None else head
             if self._head is None:

@@ -1,4 +1,4 @@
-"""Estimate of a store's current time, so that ages do not depend on the clocks of two hosts."""
+"""Estimate of a store's current time, from which the ages of objects are computed without other hosts' clocks."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
 
 
 class StoreClock:
-    """Estimate of a store's current time in Unix seconds, from the modification times that one reader sees.
+    """Estimate of a store's current time in Unix seconds, based on the modification times that a reader has polled.
 
     The reader's clock is used unless it violates one of these bounds:
 
@@ -34,7 +34,7 @@ class StoreClock:
         return self.reader_time() + self.offset
 
     def observe(self, kind: str, modified: Iterable[float], *, began: float) -> None:
-        """Update the estimate with the modification times that a poll has returned, in Unix seconds.
+        """Update the estimate with the modification times in Unix seconds that a poll returned.
 
         ``began`` is the reader's time at the start of the poll. All polls of one ``kind`` must cover the same objects.
         """
@@ -44,9 +44,9 @@ class StoreClock:
         self._last[kind] = max(newest, seen), began
 
     def compare(self, modified: float, *, looked_at: float | None) -> None:
-        """Update the estimate with the modification time of one object, in Unix seconds.
+        """Update the estimate with the modification time of one object in Unix seconds.
 
-        ``looked_at`` is a reader's time at which the object had not been modified; None if no such time is known.
+        ``looked_at`` is the reader's time of a poll before this modification; None if there was no such poll.
         """
         low = modified - self.reader_time()
         self._low = max(self._low, low)
@@ -58,7 +58,7 @@ class StoreClock:
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
-    """Return a warning that the clock of ``whose`` is ``seconds`` ahead of the store's; None for up to 60 seconds."""
+    """Return a warning if the clock of ``whose`` differs from the store's by more than 60 ``seconds``, else None."""
     if abs(seconds) <= SKEW_SECONDS:
         return None
     if seconds > 0:

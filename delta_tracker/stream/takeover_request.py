@@ -29,7 +29,7 @@ _REQUEST_NAME = "control/takeover.json"
 
 @dataclass(frozen=True, slots=True)
 class PublisherActivity:
-    """Last activity of a stream's publisher, the result of :meth:`PublisherObserver.observe`."""
+    """Last activity of a stream's publisher, as returned by :meth:`PublisherObserver.observe`."""
 
     head: Manifest  # newest entry
     silent_seconds: float  # time since `last`, by the store's clock
@@ -41,8 +41,8 @@ class PublisherActivity:
 class PublisherObserver:
     """Observer of the versions and heartbeats of a stream's publisher, for a standby.
 
-    No host clock is used: each call of :meth:`observe` writes the predictor heartbeat ``name``, whose modification time
-    is the time of the call. :meth:`observe` raises StorageError if the store cannot be reached.
+    All times are taken from the store's clock. To get the current time, each call of :meth:`observe` writes the
+    predictor heartbeat ``name``. :meth:`observe` raises StorageError if the store cannot be reached.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -55,8 +55,8 @@ class PublisherObserver:
     def observe(self, version: int | None = None, error: str | None = None) -> PublisherActivity | None:
         """Return the publisher's last activity; None if there is no stream.
 
-        First writes a heartbeat with ``version`` and ``error``, the observer's last applied version and current error,
-        so that activity of the publisher during the call is newer than the time of the call.
+        ``version`` and ``error`` are the standby's last applied version and current error. They are written in the
+        heartbeat ``name`` before the publisher's activity is read.
         """
         if not self._storage.has_directory("log"):
             return None
@@ -100,7 +100,7 @@ class TakeoverRequest:
 
 
 def request_takeover(storage: Storage, head: Manifest, *, force: bool = False) -> None:
-    """Ask a standby to take over from the publisher of ``head``; with ``force``, also if the publisher is alive."""
+    """Ask a standby to take over from the publisher of ``head``; with ``force``, even if that publisher is alive."""
     request = TakeoverRequest(stream=head.stream, generation=head.generation, time=time.time(), force=force)
     storage.replace(_REQUEST_NAME, encode(request))
 

@@ -37,7 +37,7 @@ class Notifier(Protocol):
         """
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` is announced, or was announced before. Return False at the timeout."""
+        """Wait until a version above ``after`` has been announced, and return True. Return False at the timeout."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -46,8 +46,8 @@ class Notifier(Protocol):
 class Hints:
     """Wrapper of a :class:`Notifier` that catches all errors of the broker, for publishers and predictors.
 
-    After a failure, the notifier is not called for one second. The pause doubles with each further failure, up to
-    thirty seconds. The first of consecutive failures and the recovery are logged. Without a notifier, hints are
+    After a failure, the notifier is not called for one second. This time doubles with each further failure, up to
+    thirty seconds. The first of several failures and the recovery are logged. If ``notifier`` is None, hints are
     disabled. Setting ``stop`` ends every wait.
 
     Attributes:
@@ -68,7 +68,7 @@ class Hints:
         self._believed: tuple[str, int] | None = None
 
     def announce(self, stream: str, version: int) -> None:
-        """Announce that ``version`` of the stream with this id is committed. Never raises."""
+        """Announce that ``version`` of the stream with the id ``stream`` is committed. Never raises."""
         if self._notifier is None:
             return
         if self._is_due():
@@ -79,10 +79,10 @@ class Hints:
         self.num_lost += 1
 
     def wait(self, stream: str | None, after: int, timeout_seconds: float) -> bool:
-        """Wait for a version above ``after``, the timeout or the stop flag. Return True after a hint. Never raises.
+        """Wait for a hint of a version above ``after``, and return True. Return False at the timeout or stop flag.
 
-        A hint ends only one wait with the same ``after``: if the caller waits for a version above ``after`` again, the
-        hint was wrong, and the call waits for the full timeout. Forged hints therefore cannot cause a busy loop.
+        Never raises. A hint ends only one wait with the same ``after``. If the caller repeats the call with this value,
+        the hint was wrong, and the call waits for the full timeout. Forged hints therefore cannot cause a busy loop.
         """
         deadline = self._runtime.monotonic() + timeout_seconds
         while stream is not None and (stream, after) != self._believed and not self._stop.is_set():

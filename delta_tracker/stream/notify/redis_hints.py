@@ -9,14 +9,14 @@ from delta_tracker.errors import InvalidArgumentError, import_optional
 class RedisNotifier:
     """:class:`~delta_tracker.stream.notify.notifier.Notifier` that stores a stream's newest hint in a Redis stream.
 
-    The version is the id of the Redis entry, so that Redis rejects an old or repeated version. Raises MissingExtraError
+    The version is the id of the Redis entry, so that Redis rejects old and repeated versions. Raises MissingExtraError
     if the package ``redis`` is not installed.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
         key: prefix of the keys. The stream's id follows it, so that a new stream gets a new key.
-        timeout_seconds: timeout for a connection. The timeout for a response is twice as long. A failed call is retried
-            once immediately, on a new connection.
+        timeout_seconds: timeout for opening a connection. The timeout for a response is twice as long. A failed call is
+            retried once immediately, on a new connection.
     """
 
     def __init__(self, url: str, *, key: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:
@@ -48,7 +48,7 @@ class RedisNotifier:
                 raise
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait for a version above ``after``, at most for the shorter of both timeouts. Return False at the timeout."""
+        """Wait for a version above ``after``, at most for the shorter of the two timeouts. Return False after it."""
         # For Redis, 0 means no timeout. Only the id of an entry is used, so malformed fields are harmless.
         block = max(1, int(1000 * min(timeout_seconds, self._timeout_seconds)))
         begin = "0-0" if after < 0 else _id(after)
