@@ -68,9 +68,10 @@ class BlockRows:
         return self.read if column == "values" else self.states[column]
 
     def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
-        """Yield all rows in chunks of at most ``num_rows`` rows, read lazily with ``read``, by default the values.
+        """Yield all rows in chunks of at most ``num_rows`` rows, read lazily.
 
-        By default, a chunk takes 4 MiB in float32, which fits the CPU cache.
+        ``read`` is one of the readers of this object, by default the reader of the values. By default, a chunk takes
+        4 MiB in float32, which fits the CPU cache.
         """
         read = read or self.read
         step = num_rows or max(1, CHUNK_BYTES // (self.block.num_columns * _VALUE_BYTES))
@@ -138,7 +139,7 @@ class BlockRows:
 
 
 def read_rows(read: RowReader, indices: Tensor) -> Tensor:
-    """Return the rows at ``indices``, ``[M]`` ascending int64, as ``[M, width]``. Reads one range with all of them."""
+    """Return the rows at ``indices``, ``[M]`` ascending int64, as ``[M, width]``. Reads one range that contains all."""
     if not len(indices):
         return read(0, 0)
     first = int(indices[0])
@@ -151,13 +152,13 @@ def held_rows(rows: Tensor) -> RowReader:
 
 
 def range_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return the half-open range of indices at which ``ids``, ``[N]`` ascending int64, are in the range ``rows``."""
+    """Return the half-open range of indices of the ``ids``, ``[N]`` ascending int64, that are in the range ``rows``."""
     start, stop = torch.searchsorted(ids, torch.tensor(rows, device="cpu")).tolist()
     return start, stop
 
 
 class Overlay:
-    """Index of listed rows by block. Blocks must not overlap. A lookup takes two binary searches per column range."""
+    """Index of listed rows to write over whole blocks. The blocks of the listed rows must not overlap."""
 
     def __init__(self, listed: Iterable[BlockRows]) -> None:
         self._index = _Index((each.block, each) for each in listed)
@@ -209,7 +210,7 @@ class WholeBlocks:
         self._index = _Index((block, block) for block in blocks)
 
     def outside(self, listed: BlockRows) -> Iterator[BlockRows]:
-        """Yield the rows of ``listed`` that :meth:`Overlay.over` does not write completely over one block."""
+        """Yield the rows of ``listed`` that :meth:`Overlay.over` does not write completely into a single block."""
         block = listed.block
         holders = [
             whole.rows

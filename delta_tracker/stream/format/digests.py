@@ -1,4 +1,4 @@
-"""Digests of the pieces of an object of format 2, so that a reader can check a range without reading the rest."""
+"""Digests of the pieces of an object of format 2. With them, a reader can check a range without reading the rest."""
 
 import xxhash
 
@@ -46,7 +46,7 @@ class PieceHasher:
                 self._end_piece()
 
     def digests(self) -> bytes:
-        """End the last piece, and return the digests of all pieces. Do not call :meth:`update` afterwards."""
+        """End the last piece, and return the concatenated digests. Do not call :meth:`update` afterwards."""
         if self._room < PIECE_BYTES:
             self._end_piece()
         return b"".join(self._complete)

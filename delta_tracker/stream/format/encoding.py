@@ -29,7 +29,7 @@ class Encoding(StrEnum):
 
     @classmethod
     def of(cls, dtype: torch.dtype | str) -> Encoding:
-        """Return the encoding that stores rows of a table's dtype (float32, float16 or bfloat16) unchanged."""
+        """Return the encoding that stores rows of ``dtype`` (float32, float16 or bfloat16) unchanged."""
         found = _UNCHANGED.get(dtype_name(dtype))
         if found is None:
             raise InvalidArgumentError("dtype", dtype, "Pass float32, float16 or bfloat16")
@@ -60,11 +60,11 @@ class Encoding(StrEnum):
 
     @cached_property
     def listed_form(self) -> Literal["list", "gaps"]:
-        """Form in which writers store the ids of listed rows: as compressed gaps if the rows are quantized."""
+        """Form in which the ids of listed rows are stored: ``gaps`` for quantized rows, ``list`` for other rows."""
         return "gaps" if self.is_quantized else "list"
 
     def width(self, num_columns: int) -> int:
-        """Return the stored number of columns. Raises InvalidArgumentError if ``num_columns`` is not supported."""
+        """Return the number of stored columns for ``num_columns`` columns. Raises InvalidArgumentError if invalid."""
         if num_columns < 1:
             raise InvalidArgumentError("num_columns", num_columns, "Pass 1 or more")
         match self:

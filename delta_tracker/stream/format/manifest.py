@@ -54,7 +54,7 @@ _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(d
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Record of a block: some or all rows of a row range of one table, in the columns of a column range."""
+    """Record of a block, which contains some or all rows of a row range of one table, limited to a column range."""
 
     table: str  # FQN
     rows: Range  # half-open range of global row ids
@@ -65,7 +65,7 @@ class Block:
 
     @property
     def num_columns(self) -> int:
-        """Number of columns."""
+        """Number of columns in the column range."""
         return self.columns[1] - self.columns[0]
 
     @property
@@ -101,7 +101,7 @@ class Part:
     tensors: tuple[Hex, ...] = ()
 
     def narrowed(self, takes: Callable[[str], bool]) -> Part:
-        """Return the record with only those tables and dense tensors for whose names ``takes`` returns True."""
+        """Return the record with only the tables and dense tensors for which ``takes(name)`` returns True."""
         blocks = tuple([block for block in self.blocks if takes(block.table)])
         dense = tuple([name for name in self.dense if takes(name)])
         if (len(blocks), len(dense)) == (len(self.blocks), len(self.dense)):
@@ -144,7 +144,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Reference to the last entry of an earlier stream, which the stream of the referring entry continues."""
+    """Reference to the last entry of a former stream. The claim that starts the next stream contains it."""
 
     stream: Hex
     version: Count
@@ -196,7 +196,7 @@ class Manifest:
 
     @property
     def committed(self) -> float:
-        """Time of the commit, from the store's clock if the entry was read from a store, else from the publisher's."""
+        """Unix time of the commit, from the store's clock if :attr:`modified` is set, else from the publisher's."""
         return self.created if self.modified is None else self.modified
 
     @property
@@ -208,7 +208,7 @@ class Manifest:
         return self.created - self.committed
 
     def seconds_since(self, before: Manifest) -> float:
-        """Return the seconds (0 or more) between the commits of ``before``, the preceding entry, and of this entry.
+        """Return the time in seconds from the commit of ``before``, the preceding entry, to the commit of this entry.
 
         The publisher's clock is used, because a store may truncate its times to seconds, and copies of objects have new
         times. If the publishers differ, or if a clock was set in between, the store's times are used.
@@ -224,12 +224,12 @@ class Manifest:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in all parts. A row is counted once per block that contains it, such as per column shard."""
+        """Number of rows in all blocks. A row is counted once per block that contains it, so once per column shard."""
         return sum(block.num_rows for part in self.parts for block in part.blocks)
 
     @property
     def rows_by_table(self) -> dict[str, int]:
-        """Number of rows of each table with blocks, by FQN, counted as in :attr:`num_rows`."""
+        """Number of rows of each table that has blocks, keyed by FQN and counted as in :attr:`num_rows`."""
         found: dict[str, int] = {}
         for part in self.parts:
             for block in part.blocks:
@@ -254,11 +254,11 @@ class Manifest:
 
     @property
     def schema(self) -> Schema:
-        """Format, tables, states and identities. A delta has the schema of the version before it."""
+        """Format, tables, states and identities. A delta has the same schema as the preceding version."""
         return self.format, self.tables, self.states, self.identities
 
     def narrowed(self, takes: Callable[[str], bool]) -> Manifest:
-        """Return the entry with only those tables and dense tensors for whose names ``takes`` returns True."""
+        """Return the entry with only the tables and dense tensors for which ``takes(name)`` returns True."""
 
         def of(items: Mapping[str, _Item]) -> dict[str, _Item]:
             return {name: item for name, item in items.items() if takes(name)}
@@ -330,5 +330,5 @@ class Merged:
 
 
 def entry_name(version: int) -> str:
-    """Return the name of a version's entry in the store."""
+    """Return the name of the object that contains the entry of ``version``."""
     return f"log/{version:0{_DIGITS}d}.json"

@@ -25,7 +25,7 @@ PartSource: TypeAlias = "InMemory | Ranged | Tensors"
 
 
 def source_of(storage: Storage, part: Part | Stored, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
-    """Return a source of an object, which is read into memory as a whole if it has at most ``memory_bytes``."""
+    """Return a source that reads an object as a whole if it has at most ``memory_bytes``, otherwise in pieces."""
     if part.num_bytes <= memory_bytes:
         return InMemory(storage, part, out)
     return Ranged(storage, part, is_whole=True)
@@ -48,7 +48,7 @@ class InMemory:
         return self._data[begin:end]
 
     def finish(self) -> None:
-        """See :meth:`Ranged.finish`."""
+        """Read and check the object, unless this has been done."""
         if self._data is None:
             self.read(0, 0)
 
@@ -56,10 +56,10 @@ class InMemory:
 class Ranged:
     """Source that reads an object in pieces of 8 MiB, and checks each piece that it returns.
 
-    An object of format 2 contains digests of its pieces, which are read first and compared with the record. In format
-    1, :meth:`finish` hashes all pieces, and a piece that is read again must not have changed. Read in ascending order,
-    because only the last piece is kept in memory. With ``is_whole``, and always in format 1, :meth:`finish` reads and
-    checks all pieces. Otherwise, it checks only the digests. If the store fails, the next call continues.
+    An object of format 2 contains digests of its pieces, which are read first and compared with the record. An object
+    of format 1 has none, so its bytes are unchecked until :meth:`finish` has compared the hash of all pieces. Read
+    ranges in ascending order, because only the last piece is kept in memory. With ``is_whole``, :meth:`finish` also
+    reads and checks all pieces of an object of format 2. If the store fails, the next call continues.
     """
 
     def __init__(self, storage: Storage, stored: Part | Stored, *, is_whole: bool = False) -> None:
@@ -74,7 +74,7 @@ class Ranged:
         self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)``. In format 1, the bytes are unchecked until :meth:`finish` has returned."""
+        """Return the bytes ``[begin, end)``."""
         assert 0 <= begin <= end <= self._end, "inside the pieces"
         pieces = []
         while begin < end:
@@ -86,7 +86,7 @@ class Ranged:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def finish(self) -> None:
-        """Read the remaining bytes and compare the object with its record. After a StorageError, call this again."""
+        """Complete the check of the object against its record. Call this method again after a StorageError."""
         self._begin()
         while self._is_whole and self._num_checked < num_digests(self._end):
             self._piece(self._num_checked)
@@ -128,7 +128,7 @@ class Ranged:
 
 
 class Tensors:
-    """Source that reads whole tensors of a part, checks each against its digest in the record, and keeps them.
+    """Source that reads whole tensors of a part, checks each against its digest, and keeps them in memory.
 
     Adjacent tensors are read with one request. The header before the first tensor has no digest: a reader
     compares it with the entry. ``keys`` lists the keys of the tensors to read, or the prefixes of keys up to the dot.
@@ -145,7 +145,7 @@ class Tensors:
         self._is_begun = False
 
     def lay_out(self, ranges: Mapping[str, tuple[int, int]]) -> None:
-        """Set the half-open byte ranges of the tensors, ascending. Raises ValueError if a tensor has no digest."""
+        """Set the byte ranges of the tensors by key, ascending. Raises ValueError if a tensor has no digest."""
         if len(ranges) != len(self._part.tensors):
             raise ValueError(f"{len(self._part.tensors)} digests of its {len(ranges)} tensors")
         self._ranges = list(ranges.values())
@@ -241,9 +241,9 @@ def read_object(
 
 
 def check_size(stored: Part | Stored, size: int | None, storage: Storage) -> None:
-    """Raise CorruptPartError unless ``size``, which is None for a missing object, is the size in the record.
+    """Raise CorruptPartError unless ``size`` is the size in the record ``stored``. None means a missing object.
 
-    Raises LeftOutPartError if the object is missing because ``storage`` has a mirror of other tables.
+    Raises LeftOutPartError if the object is missing because ``storage`` contains a mirror that does not copy it.
     """
     if size is None:
         check_not_left_out(storage, stored)
@@ -255,10 +255,10 @@ def check_size(stored: Part | Stored, size: int | None, storage: Storage) -> Non
 def checked_pieces(
     read: Callable[[int, int], NDArray[np.uint8] | None], stored: Part | Stored
 ) -> Iterator[NDArray[np.uint8]]:
-    """Yield the pieces of an object.
+    """Read an object in pieces with ``read(begin, end)``, and yield the pieces.
 
-    Raises CorruptPartError before the last piece if the bytes do not match the record ``stored``, or if ``read``
-    returns None because the object does not exist.
+    Raises CorruptPartError before the last piece if the bytes do not match the record ``stored``, or earlier if
+    ``read`` returns None because the object does not exist.
     """
     # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
     whole, body = xxhash.xxh3_128(), PieceHasher()

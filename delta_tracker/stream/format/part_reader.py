@@ -134,9 +134,9 @@ class PartReader:
             ``memory_bytes``. With a :class:`Ranged`, the constructor reads and checks only the header and the row ids,
             and each later read checks the returned data.
         blocks: indices of the blocks to read; None for all. If given, the ids of other blocks are neither read nor
-            checked, and ``dense`` selects the other checks of the constructor.
-        dense: if ``blocks`` is given, names of the dense tensors to check in the constructor, which then also checks
-            the owners of ``blocks``. None checks no owners, and checks dense tensors when they are read.
+            checked.
+        dense: names of the dense tensors to check in the constructor if ``blocks`` is given. The constructor then also
+            checks the owners of these blocks. With None, it checks neither dense tensors nor owners.
 
     Raises:
         CorruptPartError: if the bytes do not match the record. Later reads may also raise it.
@@ -196,9 +196,9 @@ class PartReader:
         return found
 
     def with_states(self, source: "PartSource | None" = None) -> list[BlockRows]:
-        """Return the same rows as :attr:`rows`, each with the states of its table.
+        """Return the rows in :attr:`rows` with their optimizer states.
 
-        ``source`` reads ``part.states``, the object with the states. None reads and checks the whole object.
+        ``source`` reads the object ``part.states``. None reads and checks the whole object.
         """
         stored = self.part.states
         if stored is None:
@@ -294,7 +294,7 @@ class _Refusals(AbstractContextManager[None]):
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
-    """Return a reader of a rank's training state, which raises CorruptPartError when an invalid value is loaded."""
+    """Return a reader of a rank's training state. A load raises CorruptPartError if the bytes do not match."""
     source = Ranged(storage, stored)
     with _Refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]
@@ -324,12 +324,12 @@ def read_parts(
 ) -> list[PartReader]:
     """Read and check all parts of a version, and return a reader for each.
 
-    With ``narrowed``, a copy of ``manifest`` with only some tables and dense tensors, reads only the parts that contain
-    these. Of a part with digests of its tensors, reads only the required tensors.
+    ``narrowed`` is a copy of ``manifest`` with only some tables and dense tensors. If it is given, only the parts that
+    contain these are read. If a part's record has digests of its tensors, only the required tensors are read.
 
-    Up to ``memory_bytes`` of parts are kept in memory, which ``buffer`` provides if it is given. After a
-    :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far, and the next call for the same
-    parts continues, except within a local file.
+    Up to ``memory_bytes`` of parts are kept in memory, allocated from ``buffer`` if it is given. After a
+    :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far. The next call for the same parts
+    continues there, except within a local file.
     """
     pairs = list(zip(manifest.parts, manifest.parts, strict=True))  # a part, and what is read of it
     if narrowed is not None:
@@ -401,8 +401,8 @@ class Contents:
 
     Attributes:
         manifest: manifest of the version, or ``narrowed``.
-        whole: whole blocks, decoded and overwritten with the listed rows, which may be newer. Apply these blocks first.
-        listed: listed rows, decoded. Rows whose listed columns all lie in one whole block are omitted.
+        whole: decoded whole blocks, overwritten with listed rows, which may be newer. Apply them before ``listed``.
+        listed: decoded listed rows, except rows whose listed columns are all in one whole block.
         dense: name to dense tensor.
     """
 
@@ -423,7 +423,7 @@ class Contents:
         self.dense = dense_of(readers, self.manifest.dense)
 
     def owners(self) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
-        """Yield the raw ids of all rows of tables with raw ids: of the whole blocks first, then of the listed rows.
+        """Yield the raw ids of the rows of all tables with raw ids. Yields whole blocks before listed rows.
 
         Each item is the table FQN, the ``n`` global row ids as a slice or as ascending int64, and the ``[n]`` int64 raw
         ids, 2**63 - 1 for a row without a raw id. Do not write to the tensors.

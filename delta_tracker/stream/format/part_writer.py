@@ -156,8 +156,8 @@ def is_shared(blocks: Sequence[Block], *, has_dense: bool) -> bool:
 def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num_bytes: int) -> Stored:
     """Write the object with the training state of a rank. Return the record for the manifest.
 
-    The training state has ``num_bytes`` bytes, the concatenation of ``buffers``, which are iterated again if the write
-    is repeated. If the store fails, the object may have been created.
+    The training state is the concatenation of ``buffers``, ``num_bytes`` in total. ``buffers`` is iterated again if the
+    write is repeated. If the store fails, the object may have been created.
     """
     return _stored(name, _put(storage, name, [_Entry(TRAINING_KEY, torch.uint8, (num_bytes,), buffers)]))
 

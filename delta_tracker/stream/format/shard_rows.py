@@ -1,4 +1,4 @@
-"""Find the rows of a version that are in the shards of one rank."""
+"""Functions that find the rows of a version that are in the shards of one rank."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from delta_tracker.types import ShardSpec
 
 
 def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
-    """Return the indices of the blocks of ``part`` that contain rows and columns of this rank's ``shards``."""
+    """Return the indices of the blocks of ``part`` that overlap ``shards``, the shards of one rank by table FQN."""
     return {
         number
         for number, block in enumerate(part.blocks)
@@ -31,9 +31,9 @@ def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
 
 
 def rows_of(storage: Storage, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
-    """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of an entry that has rows in ``shards``.
+    """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of ``entry`` that has rows in ``shards``.
 
-    Reads and checks only the parts with such blocks, and only the ids of parts of format 2.
+    Reads and checks only the parts that contain these blocks. Of a part of format 2, reads only the ids.
     """
     found = []
     for part in entry.parts:

@@ -1,4 +1,4 @@
-"""Encode the states of training objects as bytes without pickle. ``stream/FORMAT.md`` specifies the encoding.
+"""Encoding of the states of training objects as bytes, without pickle. ``stream/FORMAT.md`` specifies the encoding.
 
 A state is a tree of ``None``, bool, int, float, str, bytes, list, tuple, dict with str or int keys, tensors and numpy
 arrays. Its structure is JSON text. The bytes of its tensors, arrays and bytes objects follow the text.
@@ -61,7 +61,7 @@ _PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict, tensors and num
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateTree:
-    """State whose structure has been encoded, but whose tensors have not been copied.
+    """State with an encoded structure and with references to the original tensors, which are not copied.
 
     Args:
         text: JSON text of the structure.

@@ -22,8 +22,8 @@ class TableChoice:
     """Choice of the tables and dense tensors of a stream that a predictor applies, or a mirror copies.
 
     Args:
-        tables: names of tables and dense tensors of the stream, or patterns with ``*``, ``?`` and ``[...]``: a string
-            or a sequence of strings. None chooses all.
+        tables: name of a table or dense tensor, pattern with ``*``, ``?`` and ``[...]``, or sequence of names and
+            patterns. None chooses all.
 
     Attributes:
         patterns: the names and patterns, sorted; empty if all tables are chosen.
@@ -66,14 +66,14 @@ class TableChoice:
         return entry.narrowed(self.takes)
 
     def has(self, stored: Part | Stored) -> bool:
-        """Return True if a mirror has the object: a part with a chosen name; or any object if all tables are chosen."""
+        """Return True if a mirror copies ``stored``: all tables are chosen, or the part contains a chosen one."""
         if not self.patterns:
             return True
         names = () if isinstance(stored, Stored) else (*(each.table for each in stored.blocks), *stored.dense)
         return any(map(self.takes, names))
 
     def copied(self, entry: Manifest) -> Manifest:
-        """Return ``entry`` without the objects that a mirror of this choice lacks; unchanged if it lacks none."""
+        """Return ``entry`` without the objects that a mirror of this choice does not copy."""
         if not self.patterns:
             return entry
         parts = tuple([replace(part, states=None) for part in entry.parts if self.has(part)])
@@ -84,7 +84,7 @@ class TableChoice:
         return {"tables": json.dumps(self.patterns)} if self.patterns else {}
 
     def position_in(self, state: Mapping[str, T]) -> Mapping[str, T]:
-        """Return a saved state without its choice of tables. Raise InvalidArgumentError if that choice is different."""
+        """Return ``state`` without its saved choice of tables. Raise InvalidArgumentError if that choice differs."""
         given: object = state
         saved = given.get("tables") if isinstance(given, Mapping) else None
         if saved != self.saved().get("tables"):
@@ -100,7 +100,7 @@ class _Tables(Struct):
 
 
 def mirrored_tables(storage: Storage) -> TableChoice:
-    """Return the tables that a mirror has stated; all if it has not. Raises MalformedError for an invalid statement."""
+    """Return the recorded choice of tables of the mirror in ``storage``, or all tables if it has not recorded any."""
     data = storage.uncached.read(TABLES_NAME, max_bytes=_MAX_BYTES)  # a cache may have an old 404
     if data is None:
         return TableChoice(None)
@@ -112,9 +112,9 @@ def mirrored_tables(storage: Storage) -> TableChoice:
 
 
 def check_mirrored(storage: Storage, choice: TableChoice, *, is_empty: bool) -> None:
-    """Check that the mirror in ``storage`` has stated ``choice``, or nothing yet if ``is_empty``.
+    """Raise InvalidArgumentError unless the mirror in ``storage`` has recorded ``choice``.
 
-    Raises InvalidArgumentError otherwise.
+    If ``is_empty`` is True, no choice may have been recorded yet.
     """
     stated = mirrored_tables(storage).patterns
     if stated != choice.patterns and (stated or not is_empty):
@@ -125,21 +125,21 @@ def check_mirrored(storage: Storage, choice: TableChoice, *, is_empty: bool) -> 
 
 
 def write_mirrored_tables(storage: Storage, choice: TableChoice) -> None:
-    """State the tables of a new mirror. Raises InvalidArgumentError if the statement of another mirror exists."""
+    """Record the choice of tables of a new mirror. Raises InvalidArgumentError if another choice is recorded."""
     if choice.patterns:
         storage.create(TABLES_NAME, encode(_Tables(list(choice.patterns))))
     check_mirrored(storage, choice, is_empty=False)
 
 
 def check_has_all(storage: Storage) -> None:
-    """Raise InvalidArgumentError if the store has only some tables of its stream."""
+    """Raise InvalidArgumentError if the store contains a mirror of only some tables."""
     if stated := mirrored_tables(storage).patterns:
         remedy = f"Pass the url of its source, or a mirror of all tables: this is a mirror of {list(stated)} only"
         raise InvalidArgumentError("url", storage.url, remedy)
 
 
 def check_not_left_out(storage: Storage, stored: Part | Stored) -> None:
-    """Raise LeftOutPartError if the store has a mirror that leaves out the object."""
+    """Raise LeftOutPartError if ``storage`` contains a mirror that does not copy the object ``stored``."""
     if not (choice := mirrored_tables(storage)).has(stored):
         raise LeftOutPartError(storage.url, stored.name, choice.patterns)
 

@@ -1,4 +1,4 @@
-"""Compaction: merging of several deltas into one delta or into a snapshot, so that readers read fewer bytes.
+"""Compaction merges several deltas into one delta or into a snapshot, so that readers read fewer bytes.
 
 A merged entry is stored outside the log. It is created after its parts, and only if no entry with its name exists.
 Therefore, any process may compact at any time.
@@ -57,15 +57,15 @@ def compact(
 ) -> Manifest | None:
     """Merge the deltas after the newest snapshot into a larger delta, or fold them into a new snapshot.
 
-    A merged snapshot keeps the blocks of the old snapshot, with newer values of their rows. Newer rows with another
+    The new snapshot has the same blocks as the old snapshot, with newer values of their rows. Newer rows with another
     encoding or other columns are stored as additional blocks.
 
     Args:
         stream: store or log of the stream.
-        fold: fraction of the newest snapshot's size. Once the deltas to merge reach this size, a snapshot is created.
-        max_bytes: maximum size in bytes of the versions in memory. A later call merges versions that do not fit.
-        min_versions: minimum number of unmerged deltas. With fewer, no delta is created, and only merged deltas count
-            towards ``fold``.
+        fold: fraction of the newest snapshot's size. If the deltas to merge reach this size, a snapshot is created.
+        max_bytes: maximum size in bytes of the versions in memory. Versions that do not fit are merged by later calls.
+        min_versions: minimum number of unmerged deltas. If there are fewer, no delta is created, and only merged deltas
+            count towards ``fold``.
         now: function that returns the Unix time in seconds.
 
     Returns:

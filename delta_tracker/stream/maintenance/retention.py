@@ -76,7 +76,7 @@ class Retention:
         versions: maximum number of versions; None for no bound.
         seconds: maximum age of a version; None for no bound.
         num_bytes: maximum total size in bytes of the objects of a version and all newer versions; None for no bound.
-        grace_seconds: time for which a superseded snapshot and the versions after it are kept.
+        grace_seconds: time for which a snapshot and the versions after it are kept after the next snapshot's commit.
 
     A heartbeat is deleted if it is not replaced for a day. A part that no entry names, a draft and the object of a
     probe are deleted after an hour. The draft of a running write is always kept.
@@ -105,7 +105,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """Numbers of log entries, merged entries and orphans that a pass deleted, and size of the deleted objects."""
+    """Numbers of log entries, merged entries and orphans that a pass deleted, and total size of the deleted objects."""
 
     versions: int = 0
     merged: int = 0
@@ -132,9 +132,9 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 class RetentionPasses:
     """Runner of repeated retention passes over one log. Not thread-safe.
 
-    A pass first reads only the entries created since the last pass. If there is something to delete, or if all entries
-    were last read at least ten minutes ago (longer for a long log), the pass then runs :func:`retain`, which reads all
-    entries. Otherwise it ends.
+    A pass first reads only the entries created since the last pass. The pass then runs :func:`retain`, which reads all
+    entries, if there is something to delete or if the last :func:`retain` was at least ten minutes ago (longer for a
+    long log).
     """
 
     def __init__(self, log: StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> None:
@@ -191,7 +191,7 @@ class RetentionPasses:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """All entries of a stream, with the objects that the store should have, and the objects that may be orphans.
+    """All entries of a stream, with the objects that the store should contain and the objects that may be orphans.
 
     The entries below the first gap are claims, the entries before claims, and entries of delayed publishers.
     """
@@ -380,7 +380,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _PassState:
-    """State after a complete pass, from which later passes decide whether they can delete anything."""
+    """State after a complete pass, with which later passes decide whether they can delete anything."""
 
     head: Manifest
     first: int

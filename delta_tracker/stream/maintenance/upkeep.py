@@ -31,14 +31,14 @@ class _Step(NamedTuple):
 @refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upkeep:
-    """Maintenance of a stream, which its publisher runs in threads of rank 0.
+    """Settings of the maintenance of a stream, which its publisher runs in background threads of rank 0.
 
     Args:
-        retention: bounds on the versions that the stream keeps. Every 16 versions, versions beyond these bounds are
-            deleted. Only versions before a snapshot can be deleted: create snapshots with
-            ``Cadence(snapshot_every=...)`` or ``compact_every``. None keeps all versions.
+        retention: bounds on the versions that the stream retains. Versions beyond these bounds are deleted once every
+            16 versions. Only versions before a snapshot can be deleted, so also set ``Cadence(snapshot_every=...)`` or
+            ``compact_every``. None retains all versions.
         compact_every: number of versions between two compactions, 2 or more; None disables compaction.
-        pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, by which readers
+        pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, with which readers
             over http find new versions. It is written only after commits. Failures are logged. None disables writes.
 
     Raises:
@@ -94,16 +94,16 @@ class _RetentionStep:
 class UpkeepThread:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
-    A pass compacts before it deletes, and deletes even if the compaction failed. A failure is stored in :attr:`error`,
-    and logged unless the step's last failure was of the same kind. The next pass retries.
+    A pass runs compaction first, and then retention, even if the compaction failed. A failure is stored in
+    :attr:`error`, and logged if the last failure of the same step was of another kind. The next pass retries.
 
     Args:
         upkeep: settings of retention and compaction. This thread does not write the pointer object.
         retain_every: number of versions between retention passes.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
-        on_pass: called in the background thread after each pass: with False if the pass succeeded without a deletion or
-            merge, otherwise with True. Must not raise.
-        on_failure: called with the name of a step, one of ``UPKEEP_STEPS``, each time the step fails. Must not raise.
+        on_pass: function to call in the background thread after each pass. Its argument is False if the pass succeeded
+            and changed nothing, otherwise True. Must not raise.
+        on_failure: function to call with the name of a step, one of ``UPKEEP_STEPS``, if it fails. Must not raise.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class RedisNotifier:
                 raise
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait for a version above ``after``, at most for the shorter of the two timeouts. Return False after it."""
+        """Return True once a version above ``after`` is announced, or False after the shorter of the two timeouts."""
         # For Redis, 0 means no timeout. Only the id of an entry is used, so malformed fields are harmless.
         block = max(1, int(1000 * min(timeout_seconds, self._timeout_seconds)))
         begin = "0-0" if after < 0 else _id(after)

@@ -37,8 +37,8 @@ class DirectoryStore(Store):
     previous buffer while it requests the next one, so that the buffers would have to be copied.
 
     Once the directory has been found, it is identified by its device and inode numbers, and no other directory is
-    written to. The directory may be a link, but its folders must not be links: the target of a link may be missing, so
-    that its objects look deleted, or on another disk, to which no file can be renamed. ``create`` creates the directory
+    written to. The directory may be a link, but its folders must not be links. If the target of a link is not mounted,
+    its objects look deleted, and no file can be renamed to a target on another disk. ``create`` creates the directory
     if it is missing, and ``fsync`` flushes all writes to disk.
     """
 
@@ -293,7 +293,7 @@ def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, st
 
 
 def sync_names(directory: Path, name: str) -> None:
-    """Flush creations and deletions of names to disk, in the folder ``name`` and the folders above it."""
+    """Flush to disk the creations and deletions of files in the folder ``name`` and in the folders above it."""
     for path in (Path(name), *Path(name).parents):
         try:
             descriptor = os.open(directory / path, os.O_RDONLY | os.O_DIRECTORY)
@@ -306,7 +306,7 @@ def sync_names(directory: Path, name: str) -> None:
 
 
 def delete_draft(draft: Path) -> bool:
-    """Delete a temporary file of a write, unless a running process of any host is writing it.
+    """Delete a temporary file of a write, unless a process on any host is still writing it.
 
     On a file system without locks, deletes the file even if it is being written, so that the write fails. Returns False
     if the file is being written, does not exist or cannot be opened for reading.
@@ -360,8 +360,7 @@ def list_files(
     None. The call is then faster, because most systems list names without a status.
 
     Follows links to files. Skips directories, pipes, broken links, and files that are deleted during the call. The
-    result is empty if ``prefix`` does not exist. Other failures raise OSError, because a reader would take an
-    incomplete listing of the log for a log that ends earlier.
+    result is empty if ``prefix`` does not exist. Raises OSError if the listing would be incomplete.
     """
     try:
         scanned = os.scandir(f"{directory}/{prefix}")

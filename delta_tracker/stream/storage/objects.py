@@ -45,7 +45,7 @@ PAGE_OBJECTS = 1000  # objects that a remote store returns per request
 
 
 class BucketStore(Store):
-    """Store of objects in a bucket. Requests of threads with a stop flag can be interrupted.
+    """Store of objects in a bucket. Requests can be interrupted if the thread has a stop flag.
 
     Args:
         past_cache: True to send requests that bypass caches.
@@ -69,10 +69,10 @@ class BucketStore(Store):
         self._silence_seconds = seconds_of(settings["client_options"]["read_timeout"])
 
     def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """Read with as many requests as needed. If a response ends early, the next request covers the rest.
+        """Read ``span`` with as many requests as needed. If a response ends early, the next request covers the rest.
 
-        A call with the ``transfer`` of a failed call also requests only the rest. Raises StorageError if the object has
-        changed since the first request.
+        A call with the ``transfer`` of a failed call requests only the missing bytes. Raises StorageError if the object
+        has changed since the first request.
         """
         if span.begin == span.end:  # stores reject a request for an empty range
             found = self.stat(span.name)
@@ -110,7 +110,7 @@ class BucketStore(Store):
         return StoredObject(name, meta["size"], meta["last_modified"].timestamp())
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        """Send a single chunk with one request, or several chunks with a multipart upload."""
+        """Write an object with one request, or with a multipart upload if it has more than 8 MiB."""
         store = self._client()
         chunks = checked(_chunks(buffers))
         first, second = next(chunks, b""), next(chunks, None)
@@ -208,7 +208,7 @@ class BucketStore(Store):
 
 
 class HttpStore(BucketStore):
-    """Read-only store behind a web server, or behind a cache that may ignore requests to bypass it."""
+    """Read-only store at an http URL: a web server, or a cache that may ignore requests to bypass it."""
 
     is_read_only = True
     lists_from = False

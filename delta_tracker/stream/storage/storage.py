@@ -37,8 +37,8 @@ class Storage:
     flushed to disk (fsync) before the call that wrote it returns. If the object was written, but its name cannot be
     flushed, :class:`UnknownOutcomeError` is raised.
 
-    A web server or a cache at an http URL only serves single objects. All methods that write, delete or list then raise
-    :class:`UnsupportedStoreError`.
+    At an http URL, a web server or a cache only serves single objects. For such a URL, all methods that write, delete
+    or list raise :class:`UnsupportedStoreError`.
 
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://`` (a
@@ -99,19 +99,19 @@ class Storage:
 
     @classmethod
     def over(cls, store: Store, origin: Storage) -> Self:
-        """Return a view of ``origin`` that accesses ``store``. Its reads bypass caches if those of ``origin`` do."""
+        """Return a storage that accesses ``store``, a wrapper of ``origin``. Both have the same :attr:`uncached`."""
         view = cls(store)
         vars(view).update(_uncached=origin.uncached)
         return view
 
     def is_same(self, other: Storage) -> bool:
-        """Return True if both objects access the same directory, or have the same url; options are not compared."""
+        """Return True if ``other`` accesses the same directory or has the same url. Options are not compared."""
         with self._translated:
             return self is other or self._store.is_same(other._store)
 
     @property
     def uncached(self) -> Storage:
-        """View of this store whose reads bypass HTTP caches, if the caches allow it; ``self`` if not at an http URL."""
+        """View of this store whose reads bypass HTTP caches, if the caches allow it. ``self`` for any other URL."""
         if self._uncached is None:
             store = self._store.past_caches()
             if store is self._store:
@@ -122,7 +122,7 @@ class Storage:
         return self._uncached
 
     def reopened(self) -> Storage:
-        """Return a store for the directory that is now at the URL; ``self`` if it is unchanged or missing.
+        """Return a store for the directory that is now at the URL; ``self`` if the directory is unchanged or missing.
 
         A publisher must not call this method, because its claim is in the directory that it opened.
         """
@@ -137,16 +137,16 @@ class Storage:
         remote object may have up to 80 GB, and its write needs up to 100 MB of memory. No partial object is visible.
 
         If a remote store refuses a request because of a concurrent request (409 on AWS), the write is retried for about
-        a second. For this, ``buffers`` of more than 8 MiB must be iterable again, such as a :class:`Repeatable`.
+        a second. To be retried, ``buffers`` of more than 8 MiB must be iterable again, such as a :class:`Repeatable`.
         """
         with self._operation("write", name, "put()"):
             self._store.put(name, buffers)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object. Return False if an object with this name exists. If several writers race, one succeeds.
+        """Create an object. Return False if an object with this name exists. If several writers race, one succeeds.
 
         If a call fails because the response was lost, the object may exist. Raises :class:`WriteRefusedError` if the
-        store refused all attempts within a second (status 409 on AWS), although no such object exists.
+        store refused all attempts within a second (status 409 on AWS), although no object with this name exists.
         """
         with self._operation("write", name, "create()"):
             for attempt in range(_CREATE_ATTEMPTS):
@@ -206,7 +206,7 @@ class Storage:
             return self._store.read(ByteRange(self.url, name, end - begin, None, begin, end), transfer or Transfer())
 
     def read_span(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """Read ``span`` with :meth:`read` or :meth:`read_range`. Used by stores that wrap this object."""
+        """Read ``span`` with :meth:`read` or :meth:`read_range`. Stores that wrap this object call this method."""
         if span.end is None:
             return self.read(span.name, max_bytes=span.max_bytes, out=span.out, transfer=transfer)
         return self.read_range(span.name, span.begin, span.end, transfer=transfer)
@@ -255,7 +255,7 @@ class Storage:
             return self._store.has_directory(prefix)
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        """Return the objects in the directory ``prefix``, sorted by name. Omits names up to ``after``, if given.
+        """Return the objects in the directory ``prefix``, sorted by name. Omits names up to and including ``after``.
 
         A local listing skips directories, and files with invalid object names; see :func:`list_files`.
         """
@@ -263,7 +263,7 @@ class Storage:
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the sorted names of the objects in :meth:`objects`. In a local directory, this call is faster."""
+        """Return the sorted names of the objects that :meth:`objects` returns. Faster for a local directory."""
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.names(prefix, after or ""))
 

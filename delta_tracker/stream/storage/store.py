@@ -40,7 +40,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class ByteRange:
-    """Bytes ``[begin, end)`` of an object to read. If ``end`` is None, the span is the rest, at most ``max_bytes``."""
+    """Range of bytes of an object to read. If ``end`` is None, the object must have at most ``max_bytes`` bytes."""
 
     url: str
     name: str
@@ -50,7 +50,7 @@ class ByteRange:
     end: int | None = None
 
     def memory(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return a buffer for this span of an object whose size is ``num_bytes``.
+        """Return a buffer for this range of an object whose size is ``num_bytes``.
 
         Raises MalformedError if the object has more than ``max_bytes``, and StorageError if it ends before ``end``.
         """
@@ -63,7 +63,7 @@ class ByteRange:
         return np.empty(num_bytes, dtype=np.uint8) if self.out is None else self.out[:num_bytes]
 
     def of(self, data: bytes) -> NDArray[np.uint8]:
-        """Return the bytes of this span. ``data`` contains the whole object."""
+        """Return the bytes of this range. ``data`` contains the whole object."""
         memory = self.memory(len(data))
         memory.data[:] = memoryview(data)[self.begin : self.begin + len(memory)]
         return memory
@@ -75,7 +75,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeatable(Iterable[T]):
-    """Iterable that calls ``make`` for each iteration."""
+    """Iterable that calls ``make`` to get a new iterator for each iteration."""
 
     make: Callable[[], Iterator[T]]
 
@@ -115,7 +115,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """Return the bytes of an object in ``span.memory(size)``; None if it does not exist.
+        """Return the bytes ``span``, stored in ``span.memory(size)``; None if the object does not exist.
 
         Sets ``transfer.modified`` to the modification time. A store may continue an interrupted transfer.
         """
@@ -139,13 +139,13 @@ class Store(ABC):
     def create(self, name: str, data: bytes) -> bool:
         """Write an object atomically if no object with this name exists.
 
-        Returns False if such an object exists or may exist. The caller then calls :meth:`stat`, and retries
-        if there is no such object.
+        Returns False if an object with this name exists or may exist. The caller then calls :meth:`stat`, and retries
+        if no such object exists.
         """
         raise NotImplementedError
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write or replace a small object: readers see the old or the new bytes."""
+        """Write or replace a small object atomically: readers see the old or the new bytes."""
         raise NotImplementedError
 
     def delete(self, name: str) -> None:
@@ -155,7 +155,7 @@ class Store(ABC):
     def objects(self, prefix: str, after: str) -> list[StoredObject]:
         """Return the objects in the directory ``prefix`` whose names are after ``after``, in any order.
 
-        Objects in directories below it, which this library does not write, may be omitted.
+        Objects in subdirectories may be omitted, because this library does not write any.
         """
         raise NotImplementedError
 

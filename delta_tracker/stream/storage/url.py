@@ -67,7 +67,7 @@ _ENDPOINTS = {"endpoint", "endpoint_url"}
 # which replace bytes that are not UTF-8.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\#\ud800-\udfff]")
 PLAIN_NAME = re.compile(r"[a-z]+/[0-9a-z_-]+(\.[a-z]+)?")
-"""Pattern that matches only valid names, and most names in a store. Matched first, which speeds up listings."""
+"""Pattern of most names in a store. All names that match are valid, so no further check of them is needed."""
 _NO_PARTS = frozenset(("", ".", ".."))
 _MAX_NAME_BYTES = 1024
 
@@ -110,7 +110,7 @@ def is_http(url: str) -> bool:
 
 
 def connection(url: str, options: object, *, past_cache: bool = False) -> dict[str, Any]:
-    """Return obstore's arguments for the url of a remote store. With ``past_cache``, requests bypass caches.
+    """Return obstore's arguments to open the remote store at ``url``. With ``past_cache``, requests bypass caches.
 
     Errors do not contain the values of options, which may be secret.
     """
@@ -151,13 +151,13 @@ def suggestion(url: str, option: str) -> str:
 
 
 def seconds_of(duration: str) -> float:
-    """Return a duration of obstore's options in seconds; infinity if its unit is a day or longer."""
+    """Convert ``duration`` from the format of obstore's options to seconds; infinity for days and longer units."""
     found = re.findall(r"(\d+)\s*(ms|mo|[a-zA-Z])", duration)
     return sum(int(number) * _UNIT_SECONDS.get(unit, math.inf) for number, unit in found)
 
 
 def check_name(argument: str, name: object) -> None:
-    """Reject a name that leads outside the URL or is not supported by some stores. The error names ``argument``."""
+    """Raise InvalidArgumentError if ``name`` is not a valid name of an object. The error names ``argument``."""
     if not isinstance(name, str) or not is_name(name):
         remedy = "Pass a relative name such as parts/x, without backslash, #, control, empty, . or .. part"
         raise InvalidArgumentError(argument, name, remedy)
