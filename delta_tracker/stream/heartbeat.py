@@ -89,7 +89,7 @@ def check_predictor_name(name: object) -> None:
 
 
 def write_heartbeat(storage: Storage, beat: Heartbeat) -> None:
-    """Write a heartbeat, replacing an earlier one of the same name. Truncates the error, reason and next step."""
+    """Write a heartbeat, replacing an earlier one of the same name. Truncates long texts."""
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
     fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT], "next_step": beat.next_step[:_MAX_STEP]}
     fields["differences"] = beat.differences[:_MAX_TEXT]
@@ -170,7 +170,7 @@ class HeartbeatWriter:
 
 @dataclass(frozen=True, slots=True)
 class SeenHeartbeat:
-    """Heartbeat read from a store, and the Unix time at which it was written, taken from the store's clock."""
+    """Heartbeat read from a store, with the Unix time at which it was written according to the store's clock."""
 
     beat: Heartbeat
     modified: float
@@ -214,7 +214,7 @@ def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
 def read_record(storage: Storage, name: str, what: str, kind: type[_T], response: Transfer | None = None) -> _T | None:
     """Return the small JSON object ``name``, converted to ``kind``; None if it is missing or malformed.
 
-    Logs a malformed object as a malformed ``what``. Sets the object's modification time in ``response``.
+    Logs a warning about a malformed object, which calls it ``what``. Sets the modification time in ``response``.
     """
     try:
         data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
@@ -245,9 +245,9 @@ class PublisherHeartbeat:
 
 
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
-    """Return the last heartbeat of the publisher that wrote ``head``; None if there is none.
+    """Return the last heartbeat of the publisher of ``head`` and its modification time; None without a heartbeat.
 
-    Also returns the modification time of the heartbeat in Unix seconds; None if the store does not report it.
+    The modification time is in Unix seconds according to the store's clock, or None if the store does not report it.
     """
     name, response = _publisher_path(head.generation), Transfer()
     beat = read_record(storage, name, "heartbeat", PublisherHeartbeat, response)
@@ -299,8 +299,8 @@ def _publisher_path(generation: int) -> str:
 def predictor_state(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
     """Return the state of a predictor. ``guide/fleet.md`` defines the states.
 
-    ``beat`` is the predictor's last heartbeat, ``seconds_since`` the heartbeat's age in seconds, measured with the
-    store's clock, ``head`` the newest entry of the stream, and ``order`` the newest pin or release, or None.
+    ``beat`` is the predictor's last heartbeat, and ``seconds_since`` is its age in seconds according to the store's
+    clock. ``head`` is the newest entry of the stream. ``order`` is the newest pin or release, or None.
     """
     span = max((age for age, _, _ in beat.window), default=0.0)
     if not beat.seconds or seconds_since > max(3 * beat.seconds, span):

@@ -82,7 +82,7 @@ class HostCache:
         """Return a file descriptor of a verified copy of a part. Fetches the part from ``storage`` if it is not cached.
 
         The caller must close the descriptor. Returns None if the part does not fit, the disk is full, the directory
-        fails, or the fetching process makes no progress. The caller must then read the part from ``storage``. Raises
+        cannot be accessed, or the fetching process makes no progress. Then read the part from ``storage``. Raises
         CorruptPartError, and caches nothing, if the part in ``storage`` does not match its record.
         """
         if part.num_bytes > self._max_bytes:

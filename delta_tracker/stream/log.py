@@ -208,7 +208,7 @@ class StreamLog:
         return self.pointer.confirmed
 
     def check_pointer(self) -> None:
-        """If the last read of the pointer object failed, raise its UnreadablePointerError or StaleCacheError."""
+        """Raise the UnreadablePointerError or StaleCacheError of the last read of the pointer object, if it failed."""
         if not self.is_listed and (trouble := self.pointer.trouble) is not None:
             raise without_traceback(trouble)
 
@@ -247,7 +247,7 @@ class StreamLog:
         return None
 
     def readable(self, version: int) -> Manifest | None:
-        """Return the entry of ``version``; None if it is missing or malformed. Retries a malformed one over http."""
+        """Return the entry of ``version``; None if it is missing or malformed. Over http, rereads a malformed entry."""
         with suppress(MalformedError):
             return self.read(version)
         with suppress(MalformedError):
@@ -494,7 +494,7 @@ class Claim:
             LostEntryError: if the newest entry was deleted and ``entry`` is a delta. Nothing was committed. The stream
                 was claimed again.
             UnknownOutcomeError: if the store fails, and the entry may exist or may appear later. If it exists, the next
-                commit follows it. If the error names a ``directory``, it exists, but a power loss may undo it.
+                commit follows it. If the error names a ``directory``, the entry exists, but a power loss may undo it.
             StorageError: for other failures of the store. Nothing was committed.
         """
         if self._fenced is not None:

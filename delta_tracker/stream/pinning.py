@@ -36,11 +36,10 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NoSnapshotErro
 def pin_version(
     storage: Storage, version: int, *, reason: str = "", replaces: bool = False, is_quick: bool = False
 ) -> Pin:
-    """Pin all predictors that follow pins to ``version``, until a release. Write and return the pin.
+    """Make all predictors that follow pins return to ``version`` and stay at it until a release. Return the pin.
 
     Checks the entries that lead to the version and the sizes of their objects, before and after the pin is written.
-    Also verifies all bytes of the parts first, unless ``is_quick`` is True. Retention keeps these objects while the pin
-    applies.
+    Unless ``is_quick`` is True, first verifies all bytes of the parts. Retention keeps the objects while a pin applies.
 
     ``reason`` is a text of at most 1,000 characters for operators. ``replaces=True`` replaces a current pin.
 
@@ -83,7 +82,7 @@ def pin_version(
 
 
 def release_pin(storage: Storage, *, reason: str = "") -> Pin:
-    """Release predictors from the pin, to continue from the newest snapshot of the log. Write and return the release.
+    """Make predictors at the pinned version continue from the newest snapshot of the log. Return the release.
 
     The snapshot must be newer than all versions that existed when the pin was written. Merged snapshots do not count.
     ``reason`` is a text of at most 1,000 characters for operators.

@@ -209,7 +209,7 @@ class PointerReader(Forkable):
                     self._claimed = None
 
     def confirm(self, pointer: HeadPointer) -> None:
-        """Confirm ``pointer``. Call this method after its entry was read and had the hash in the pointer."""
+        """Confirm ``pointer``. Call this method after its entry was read and matched the hash in the pointer."""
         with self._lock:
             known, claimed = self.confirmed, self._claimed
             if claimed is not None and _link(claimed) == _link(pointer):  # otherwise, another thread was faster

@@ -73,7 +73,7 @@ class PointerWriter:
         self._wake.set()
 
     def write_now(self, head: Manifest | None = None) -> None:
-        """Write a pointer to ``head``, by default the entry passed to :meth:`after`. No-op if it is already written."""
+        """Write a pointer to ``head``, by default the last entry passed to :meth:`after`. No-op if it is current."""
         with self._writing:
             self._head = self._head if head is None else head
             if self._head is None:

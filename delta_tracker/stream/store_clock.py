@@ -58,7 +58,7 @@ class StoreClock:
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
-    """Return a warning if the clock of ``whose`` differs from the store's by more than 60 ``seconds``, else None."""
+    """Return a warning that the clock of ``whose`` is ``seconds`` ahead of the store's; None if ``|seconds| <= 60``."""
     if abs(seconds) <= SKEW_SECONDS:
         return None
     if seconds > 0:

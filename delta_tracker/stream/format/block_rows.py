@@ -50,7 +50,7 @@ class BlockRows:
 
     @classmethod
     def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> "BlockRows":
-        """Return a view of the rows ``stored``, ``[N, width]``, a result of :func:`~.codec.encode_rows`."""
+        """Return a view of ``stored``, ``[N, width]`` rows that :func:`~.codec.encode_rows` has encoded."""
         return cls(block, ids, held_rows(stored))
 
     @property
@@ -70,8 +70,7 @@ class BlockRows:
     def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
         """Yield all rows in chunks of at most ``num_rows`` rows, read lazily.
 
-        ``read`` is one of the readers of this object, by default the reader of the values. By default, a chunk takes
-        4 MiB in float32, which fits the CPU cache.
+        ``read`` is one of the readers of this object, by default that of the values. A chunk has 4 MiB by default.
         """
         read = read or self.read
         step = num_rows or max(1, CHUNK_BYTES // (self.block.num_columns * _VALUE_BYTES))
@@ -227,7 +226,7 @@ class WholeBlocks:
 
 
 def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
-    """Merge ``rows``. Return the whole blocks, overwritten with listed rows, and the remaining listed rows."""
+    """Write the listed rows in ``rows`` over the whole blocks. Return the whole blocks and the other listed rows."""
     whole: list[BlockRows] = []
     listed: list[BlockRows] = []
     for each in rows:

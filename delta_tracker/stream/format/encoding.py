@@ -64,7 +64,7 @@ class Encoding(StrEnum):
         return "gaps" if self.is_quantized else "list"
 
     def width(self, num_columns: int) -> int:
-        """Return the number of stored columns for ``num_columns`` columns. Raises InvalidArgumentError if invalid."""
+        """Return the number of stored columns for ``num_columns``. Raises InvalidArgumentError if it is unsupported."""
         if num_columns < 1:
             raise InvalidArgumentError("num_columns", num_columns, "Pass 1 or more")
         match self:

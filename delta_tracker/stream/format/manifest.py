@@ -130,7 +130,7 @@ class DenseSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the values."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
 
@@ -144,7 +144,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Reference to the last entry of a former stream. The claim that starts the next stream contains it."""
+    """Reference to the last entry of a former stream, stored in the claim that starts the next stream."""
 
     stream: Hex
     version: Count
@@ -224,7 +224,7 @@ class Manifest:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in all blocks. A row is counted once per block that contains it, so once per column shard."""
+        """Number of rows in all blocks. A row is counted once per block, for example once per column shard."""
         return sum(block.num_rows for part in self.parts for block in part.blocks)
 
     @property

@@ -48,13 +48,13 @@ class InMemory:
         return self._data[begin:end]
 
     def finish(self) -> None:
-        """Read and check the object, unless this has been done."""
+        """Read and check the object, if this has not been done yet."""
         if self._data is None:
             self.read(0, 0)
 
 
 class Ranged:
-    """Source that reads an object in pieces of 8 MiB, and checks each piece that it returns.
+    """Source that reads an object in pieces of 8 MiB, and checks the pieces.
 
     An object of format 2 contains digests of its pieces, which are read first and compared with the record. An object
     of format 1 has none, so its bytes are unchecked until :meth:`finish` has compared the hash of all pieces. Read
@@ -130,8 +130,8 @@ class Ranged:
 class Tensors:
     """Source that reads whole tensors of a part, checks each against its digest, and keeps them in memory.
 
-    Adjacent tensors are read with one request. The header before the first tensor has no digest: a reader
-    compares it with the entry. ``keys`` lists the keys of the tensors to read, or the prefixes of keys up to the dot.
+    Adjacent tensors are read with one request. The header before the first tensor has no digest. A reader must compare
+    it with the entry. ``keys`` contains the keys of the tensors to read, or the prefixes of keys up to the dot.
     """
 
     def __init__(self, storage: Storage, part: Part, keys: set[str]) -> None:
@@ -152,7 +152,7 @@ class Tensors:
         self._needed = {i for i, key in enumerate(ranges) if not self._keys.isdisjoint((key, key.partition(".")[0]))}
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)`` of one tensor, or of the header. After a failure, the next call resumes."""
+        """Return the bytes ``[begin, end)`` of one tensor, or of the header. The next call resumes a failed read."""
         number = bisect_right(self._ranges, begin, key=itemgetter(0)) - 1
         if number < 0:
             return self._header(begin, end)
@@ -257,8 +257,8 @@ def checked_pieces(
 ) -> Iterator[NDArray[np.uint8]]:
     """Read an object in pieces with ``read(begin, end)``, and yield the pieces.
 
-    Raises CorruptPartError before the last piece if the bytes do not match the record ``stored``, or earlier if
-    ``read`` returns None because the object does not exist.
+    Before it yields the last piece, raises CorruptPartError if the bytes do not match the record ``stored``. Also
+    raises CorruptPartError if ``read`` returns None because the object does not exist.
     """
     # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
     whole, body = xxhash.xxh3_128(), PieceHasher()

@@ -294,7 +294,7 @@ class _Refusals(AbstractContextManager[None]):
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
-    """Return a reader of a rank's training state. A load raises CorruptPartError if the bytes do not match."""
+    """Return a reader of a rank's training state. Loads raise CorruptPartError if the bytes do not match ``stored``."""
     source = Ranged(storage, stored)
     with _Refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]
@@ -329,7 +329,7 @@ def read_parts(
 
     Up to ``memory_bytes`` of parts are kept in memory, allocated from ``buffer`` if it is given. After a
     :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far. The next call for the same parts
-    continues there, except within a local file.
+    continues there, but starts a partly read local file again.
     """
     pairs = list(zip(manifest.parts, manifest.parts, strict=True))  # a part, and what is read of it
     if narrowed is not None:
@@ -386,7 +386,7 @@ def _keys(part: Part, chosen: Part) -> set[str]:
 
 
 def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return the dense tensors in the parts of ``readers`` by name: those in ``names``, or all if it is None."""
+    """Return the dense tensors in the parts of ``readers`` by name: only those in ``names`` unless it is None."""
     found: dict[str, Tensor] = {}
     for reader in readers:
         if reader.part.dense:
@@ -397,7 +397,7 @@ def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None
 class Contents:
     """Rows and dense tensors of a version. The constructor reads and checks all parts, see :func:`read_parts`.
 
-    With ``narrowed``, a copy of ``manifest`` with only some tables and dense tensors, it reads only these.
+    If ``narrowed``, a copy of ``manifest`` with only some tables and dense tensors, is given, only these are read.
 
     Attributes:
         manifest: manifest of the version, or ``narrowed``.

@@ -138,8 +138,8 @@ def unpack(data: bytes | bytearray | memoryview | NDArray[np.uint8]) -> object:
 class StateReader:
     """Reader of an encoded state, which may be untrusted. Reads only the data of the values that are loaded.
 
-    The constructor decodes the text and checks each type, size and span, and the number of levels. This takes memory of
-    up to about 30 times the size of the text.
+    The constructor decodes the text and checks each type, size and span, and the number of levels. This takes up to
+    about 30 times the memory of the text.
 
     Args:
         read: function that takes ``begin`` and ``end``, and returns the bytes ``[begin, end)`` of the encoded state.

@@ -79,7 +79,7 @@ class Hints:
         self.num_lost += 1
 
     def wait(self, stream: str | None, after: int, timeout_seconds: float) -> bool:
-        """Wait for a hint of a version above ``after``, and return True. Return False at the timeout or stop flag.
+        """Wait for a hint of a version above ``after``, and return True. Return False at the timeout or once stopped.
 
         Never raises. A hint ends only one wait with the same ``after``. If the caller repeats the call with this value,
         the hint was wrong, and the call waits for the full timeout. Forged hints therefore cannot cause a busy loop.

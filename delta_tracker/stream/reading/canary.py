@@ -18,8 +18,8 @@ class Canary:
 
     Args:
         versions: minimum difference between the newest version and the applied version.
-        seconds: minimum time in seconds between the creation of the applied version and the creation of the newest
-            entry of the log. Both times are taken from the publishers' clocks.
+        seconds: minimum time in seconds from the creation of the applied version to the creation of the newest version,
+            according to the publishers' clocks. The predictor waits while there is no newer version.
 
     Raises:
         InvalidArgumentError: if both arguments or none are given, or if a value is not positive and finite.

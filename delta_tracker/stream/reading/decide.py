@@ -167,7 +167,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """Decision to read the objects that may have caused ``error`` again, and to bypass the caches for these reads."""
+    """Decision to reread the objects that may have caused ``error``, bypassing the caches."""
 
     rule: ClassVar[Rule] = Rule.CACHE
     log: SeenLog

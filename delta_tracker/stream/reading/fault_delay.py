@@ -18,11 +18,11 @@ _AGAIN_SECONDS = 300.0  # after which objects are reread if the fault lasts: a c
 
 
 class FaultDelay:
-    """Timer that delays a reader's reaction to a fault over http, because a stale cache may be the cause.
+    """Timer that delays a reader's reaction to a fault at an http url, because a stale cache may be the cause.
 
     The delay starts with the first fault at a stream position. Later faults at the same position do not restart it.
     During the delay, each affected object is read again every five minutes, and this read bypasses the caches. The
-    delay is over after ``seconds``, which must be longer than a cache stores a 404 response.
+    delay is over after ``seconds``, which must be longer than the time for which a cache stores a 404 response.
 
     Attributes:
         has_read_pointer: True if a read of the pointer has bypassed the caches during the delay.
@@ -66,7 +66,7 @@ class FaultDelay:
         return self._store.view() if self._store.bypass_caches(names) else None
 
     def has_unread(self, fault: StreamError, position: Position | None) -> bool:
-        """Return True during a delay at ``position`` if the damaged object of ``fault`` was not read again yet."""
+        """Return True during a delay at ``position`` if the damaged object of ``fault`` has not been reread yet."""
         if self._store is None or self._position != position:
             return False
         return isinstance(fault, CorruptPartError | MalformedError) and not self._store.reads(fault.path)
@@ -86,8 +86,7 @@ def _affected_names(fault: StreamError, position: Position | None) -> set[str]:
 class RereadStore(Store):
     """Read-only view of a store at an http url, in which reads of some objects bypass the caches.
 
-    :meth:`bypass_caches` selects these objects. Their bytes are kept in memory, up to 64 MiB in total, so that each is
-    requested only once.
+    :meth:`bypass_caches` selects these objects. Their bytes are kept in memory, up to 64 MiB, and requested only once.
     """
 
     is_read_only = True

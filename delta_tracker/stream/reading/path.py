@@ -42,7 +42,7 @@ class Entries(Protocol):
         """Url of the store."""
 
     def read(self, version: int) -> Manifest | None:
-        """Return the entry of a version; None if it does not exist."""
+        """Return the entry of ``version``; None if it does not exist."""
 
     def read_merged(self, merged: Merged) -> Manifest | None:
         """Return the merged entry to which ``merged`` refers; None if it does not exist."""
@@ -74,7 +74,7 @@ def newest_readable(log: Entries) -> Manifest | None:
 
 
 def last_with_rows(log: Entries, entry: Manifest | None) -> Manifest | None:
-    """Return ``entry``, or the last snapshot or delta before it if it is a claim; None if an entry is missing."""
+    """Return the last snapshot or delta up to and including ``entry``; None if an entry in between is missing."""
     while entry is not None and entry.kind == "claim" and entry.parent is not None:
         entry = log.read(entry.parent.version)
     return entry
@@ -312,7 +312,7 @@ def has_other_entry(log: Entries, position: Position) -> bool:
 
 
 def continues(log: Entries, position: Position, merged: Manifest) -> bool:
-    """Return True if the merged delta ``merged`` continues from ``position``. One of another history may lack rows."""
+    """Return True if ``merged``, a merged delta, belongs to the history of ``position``, so that it lacks no rows."""
     assert merged.parent is not None, "the entry before a delta"
     return merged.parent.version == position.version or not has_other_entry(log, position)
 

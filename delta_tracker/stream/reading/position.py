@@ -14,7 +14,7 @@ from delta_tracker.stream.store_clock import SKEW_SECONDS
 
 
 class Rows(Enum):
-    """Which rows the tables of a reader contain, relative to its position."""
+    """Kind of rows that the tables of a reader contain, relative to its position."""
 
     WHOLE = "whole"
     """Only rows of the position."""
@@ -42,7 +42,7 @@ class Position:
         stream: id of the stream, 32 hex digits.
         generation: generation of the entry.
         created: Unix time at which the entry was committed, in seconds; rounded up if the position was saved.
-        rows: which rows the tables contain.
+        rows: kind of rows that the tables contain.
     """
 
     stream: str
@@ -152,7 +152,7 @@ class Written:
     def begun(self, entry: Manifest, *, is_elsewhere: bool) -> Self:
         """Return the state while rows of ``entry``, an entry of this stream, are written.
 
-        ``is_elsewhere`` is True if ``entry`` may belong to a different history from :attr:`version`.
+        Pass ``is_elsewhere=True`` if ``entry`` may belong to a different history from :attr:`version`.
         """
         begun = replace(self, is_mixed=self.is_mixed or is_elsewhere)
         if self.applying is not None and self.applying > entry.version:
@@ -163,8 +163,7 @@ class Written:
     def finished(self, entry: Manifest) -> Self:
         """Return the state once all rows of ``entry``, an entry of this stream, are written.
 
-        If a version above ``entry`` was partly written, it remains so until it, a later version or a snapshot is
-        complete.
+        Keeps :attr:`applying` if it is above ``entry``, unless ``entry`` is a snapshot.
         """
         finished = replace(self.at(entry), is_mixed=False, pin=0)
         if self.applying is not None and self.applying > entry.version and entry.kind != "snapshot":

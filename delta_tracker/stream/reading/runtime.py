@@ -19,8 +19,8 @@ T = TypeVar("T")
 class OneThread:
     """Executor that runs actions in one thread, in the order of submission. The thread ends with this object.
 
-    Unlike a ThreadPoolExecutor, it never keeps a lock acquired if an exception such as KeyboardInterrupt is raised in
-    :meth:`submit`. ``name`` is the prefix of the thread's name.
+    Unlike in a ThreadPoolExecutor, an exception such as KeyboardInterrupt in :meth:`submit` leaves no lock acquired.
+    ``name`` is the prefix of the thread's name.
     """
 
     def __init__(self, name: str) -> None:

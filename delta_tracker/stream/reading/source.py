@@ -92,7 +92,7 @@ class Source:
         return self._lineage[2]
 
     def known_former_streams(self) -> tuple[str, ...]:
-        """Return the same as :meth:`former_streams`, or its last result if the log cannot be read now."""
+        """Return the result of :meth:`former_streams`, or the last result if the log cannot be read now."""
         if self._lineage is None or self._runtime.monotonic() - self._lineage[1] >= _LIST_SECONDS:
             with suppress(MalformedError, StorageError):
                 if (head := self.log.head()) is not None:
