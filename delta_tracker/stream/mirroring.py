@@ -509,7 +509,7 @@ def _first(log: _Seen) -> Copy | str:
 
 
 def _pinned_start(log: _Seen, head: Manifest) -> tuple[Manifest | None, str]:
-    """Return the snapshot that leads to the pinned version, or None, and a note."""
+    """Return the snapshot that leads to the pinned version, or None, and a note to log, which may be empty."""
     pin = newest_pin(log.source.storage)
     if pin is None or pin.kind != "pin" or pin.stream != head.stream:
         return None, ""
@@ -543,7 +543,7 @@ def _check(log: _Seen, head: Manifest) -> bytes | None:
 
 
 def _is_committed(log: _Seen, claim: Manifest) -> bool | None:
-    """Return True if a claim is part of the source's log; None if it is unknown: only malformed entries follow it."""
+    """Return True if a claim is part of the source's log; None if only malformed entries follow it."""
     # Look for newer versions first, so that one committed between the two looks does not look like a gap.
     if not log.versions(after=claim.version):
         return True

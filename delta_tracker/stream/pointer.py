@@ -45,7 +45,7 @@ class PointedSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPointer:
-    """Contents of the pointer object: the newest entry of the log, and the entries from which readers reach it."""
+    """Contents of the pointer object: the newest entry of the log, and older entries from which readers reach it."""
 
     stream: Hex
     generation: Count

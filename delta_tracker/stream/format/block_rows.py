@@ -70,7 +70,7 @@ class BlockRows:
     def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
         """Yield all rows in chunks of at most ``num_rows`` rows, read lazily.
 
-        ``read`` is one of the readers of this object, by default that of the values. A chunk has 4 MiB by default.
+        ``read`` is one of the readers, by default the reader of the values. By default, a chunk takes 4 MiB in float32.
         """
         read = read or self.read
         step = num_rows or max(1, CHUNK_BYTES // (self.block.num_columns * _VALUE_BYTES))

@@ -210,8 +210,8 @@ class Manifest:
     def seconds_since(self, before: Manifest) -> float:
         """Return the time in seconds from the commit of ``before``, the preceding entry, to the commit of this entry.
 
-        The publisher's clock is used, because a store may truncate its times to seconds, and copies of objects have new
-        times. If the publishers differ, or if a clock was set in between, the store's times are used.
+        Uses the publisher's clock, because a store may truncate its times to seconds, and copies of objects have new
+        times. Uses the store's times if the entries have different publishers, or if a clock was set in between.
         """
         by_publisher, by_store = self.created - before.created, self.committed - before.committed
         is_set = self.writer != before.writer or abs(by_publisher - by_store) > SKEW_SECONDS

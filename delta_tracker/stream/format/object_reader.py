@@ -164,8 +164,8 @@ class Tensors:
     def _header(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Return bytes of the header. The first call also checks the size of the object.
 
-        The size is taken from the response if it states one: a cache may answer with a truncated copy, but forward
-        requests for a size to a store that has the whole object.
+        Takes the size from the response, if it contains one. A cache may return a truncated copy of the object, but
+        forward a separate request for the size to the store.
         """
         transfer = Transfer()
         size = partial(self._storage.size, self._part.name)

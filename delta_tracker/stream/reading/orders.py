@@ -107,7 +107,7 @@ class Orders:
     def newest(self, number: int, *, at_once: bool = False) -> Order | None:
         """Poll the url with index ``number`` for pins, and return the newest order found at all urls.
 
-        See :meth:`PinReader.order`. If this method discards a forged pin, the reader no longer counts as following it.
+        See :meth:`PinReader.order`. If a forged pin is dropped, the reader no longer counts as following this pin.
         """
         if not self.policy.follows_pins:
             return None

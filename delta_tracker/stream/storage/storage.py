@@ -111,7 +111,7 @@ class Storage:
 
     @property
     def uncached(self) -> Storage:
-        """View of this store whose reads bypass HTTP caches, if the caches allow it. ``self`` for any other URL."""
+        """View whose reads bypass HTTP caches, if the caches allow it; ``self`` if the store is not at an http URL."""
         if self._uncached is None:
             store = self._store.past_caches()
             if store is self._store:
