@@ -20,7 +20,7 @@ class Order:
             ``rollback`` to pin this process only, even if a canary does not allow the version.
         link: link of the entry; None for a rollback.
         newest: newest version at the time of the order.
-        is_new: True if the order was first found in this round.
+        is_new: True if another order, or none, was the newest in the previous round.
     """
 
     counter: int

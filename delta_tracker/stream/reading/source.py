@@ -62,7 +62,7 @@ class Source:
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
 
     def through(self, storage: Storage) -> "Source":
-        """Return a copy that reads from ``storage``, a view of the same store. The copy shares the pins and the lag."""
+        """Return a source that reads from ``storage``, a view of the same store, and shares the pins and the lag."""
         other = Source(self.number, storage, self.canary, runtime=self._runtime)
         other.pins, other.lag = self.pins, self.lag
         return other
