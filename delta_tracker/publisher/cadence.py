@@ -18,7 +18,7 @@ _MAX_CALLS_PER_VOTE = 16
 @refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """Schedule of :meth:`Publisher.step`. A version starts once any rank has reached one of the bounds.
+    """Schedule of :meth:`Publisher.step`. A version starts when at least one rank has reached one of the bounds.
 
     Rows and bytes are counted on each rank separately. Tables without a fused optimizer are not counted, because only a
     read finds their changed rows.
@@ -26,21 +26,20 @@ class Cadence:
     All ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, and act on the votes at the next such
     call. A single rank acts at once. For the bound ``batches``, or on a single rank, a version starts at most
     ``vote_every - 1`` calls late. For the other bounds on several ranks, it starts at most ``2 * vote_every - 1`` calls
-    late. If the previous version is still in progress, the new version starts later. A delta is committed without more
-    calls. For a snapshot, all rows are first copied while training continues. Changes made meanwhile are read at a
-    later vote.
+    late. The delay is longer if the previous version is still in progress. For a snapshot, all rows are first copied
+    while training continues.
 
     Args:
         batches: bound on the number of batches since the last version.
         seconds: bound on the seconds since the last version, measured on rank 0.
         rows: bound on the number of pending rows on one rank.
         num_bytes: bound on the size in bytes of the pending rows' values on one rank, in the tables' dtypes.
-        snapshot_every: number of versions from one snapshot to the next, for :meth:`Publisher.step`. It is counted from
-            the stream's newest snapshot, which any publisher and any method may have written. Claims count as versions;
-            merged snapshots do not count as snapshots. After a restore of the tracker, the first version is therefore a
-            delta if the stream has a recent snapshot. None publishes a snapshot only if one is needed.
-        vote_every: number of calls of :meth:`Publisher.step` from one vote to the next, the same on every rank. None
-            uses the number of ranks divided by 16, rounded up, and at most 16.
+        snapshot_every: interval between two snapshots, in versions. It is counted from the newest snapshot in the
+            stream, which may come from an earlier publisher or from :meth:`Publisher.snapshot`. Claims count as
+            versions. Merged snapshots do not count as snapshots. If None, :meth:`Publisher.step` publishes snapshots
+            only when they are required.
+        vote_every: interval between two votes, in calls of :meth:`Publisher.step`. It must be the same on all ranks. If
+            None, it is the number of ranks divided by 16, rounded up, but at most 16.
 
     Raises:
         InvalidArgumentError: if an argument is not a positive finite number, if an argument other than ``seconds`` is
@@ -68,21 +67,21 @@ class Cadence:
             raise InvalidArgumentError("Cadence", "no bound", "Pass one of batches, seconds, rows and num_bytes")
 
     def calls_per_vote(self, world_size: int) -> int:
-        """Return ``vote_every``, or if it is None, the default for ``world_size`` ranks."""
+        """Return ``vote_every``. If it is None, return the default for ``world_size`` ranks."""
         if self.vote_every is not None:
             return self.vote_every
         return min(-(-world_size // _RANKS_PER_CALL), _MAX_CALLS_PER_VOTE)
 
 
 class CadenceProgress:
-    """Progress of one rank towards the bounds of a cadence, counted from the start of the last version.
+    """Progress of one rank towards the bounds of a cadence since the start of the last version.
 
-    Counting the pending rows exactly is slow. Therefore, they are counted only if the last exact count plus the number
-    of rows recorded since then reaches a bound.
+    Exact counts of pending rows are slow. They are computed only if the last exact count plus the number of rows
+    recorded since then reaches a bound.
 
     Args:
         consumer: name of the consumer whose pending rows are counted.
-        num_batches: number of batches from a call of :meth:`is_due` to the start of the version.
+        num_batches: number of batches between a call of :meth:`is_due` that returns True and the start of the version.
     """
 
     def __init__(
@@ -103,18 +102,18 @@ class CadenceProgress:
         self._set_counted({})
 
     def wants_snapshot(self, head: Manifest) -> bool:
-        """Return True if ``snapshot_every`` requires that the version after ``head`` is a snapshot.
+        """Return True if the version after ``head`` must be a snapshot because of ``snapshot_every``.
 
-        Snapshots of earlier publishers count too. A resumed trainer therefore does not have to publish all rows again.
+        Snapshots of earlier publishers also count, so a resumed trainer need not start with a snapshot.
         """
         every = self._cadence.snapshot_every
         return every is not None and (head.snapshot is None or head.version + 1 - head.snapshot >= every)
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if a bound is reached, or for ``batches``, will be reached when the version starts.
+        """Return True if a version is due: a bound is reached, or ``batches`` will be reached when the version starts.
 
         Args:
-            is_clock: True to check the bound ``seconds`` too. Only rank 0 passes True.
+            is_clock: True to also check the bound ``seconds``. Only rank 0 passes True.
         """
         cadence, tracker = self._cadence, self._tracker
         if cadence.batches is not None and tracker.num_batches + self._num_batches - self._batch >= cadence.batches:

@@ -27,19 +27,20 @@ from delta_tracker.types import Identity, TableSpec, TableStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Contents of a version on one rank, before they are written.
+    """Data of one rank for a version that has not been written yet.
 
     Args:
         kind: ``"snapshot"`` or ``"delta"``.
-        batches: half-open range of ``step()`` counts that the version covers.
+        batches: half-open range of ``tracker.step()`` counts that the version covers.
         cut: Unix time in seconds at which the rows were read.
         schema: schema of this rank's rows.
         copied: rows and dense tensors to write.
         pending_rows: number of changed rows on this rank that ``top_k`` did not select. They stay pending.
         parts: parts of the version that this rank has already written.
         training: training state of this rank, whose tensors are being copied; None for a version without states.
-        owner_changes: by FQN, a host copy of two counts (``[2]`` int64): the numbers of raw ids that gained and that
-            lost a row of this rank since the previous version. None if the previous version's raw ids are unknown.
+        owner_changes: for each table by FQN, a host copy of a ``[2]`` int64 tensor. It contains the number of raw ids
+            that were assigned a row of this rank since the previous version, and the number of raw ids that lost one.
+            None if the raw ids of the previous version are unknown.
     """
 
     kind: Kind
@@ -56,14 +57,14 @@ class Draft:
 class Coordinator:
     """Writer of one rank's parts of each version. Rank 0 also claims the stream and commits the versions.
 
-    The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
-    :meth:`commit` and :meth:`head_message`.
+    The training thread may call all methods. A worker thread may call :meth:`write_part`, :meth:`write`, :meth:`commit`
+    and :meth:`head_message`.
 
     Attributes:
         is_first: True on rank 0, which commits the versions.
         storage: store of the stream.
         head: manifest of the last committed version, or of the claim before the first version.
-        states: optimizer states of each table in the next delta, by FQN; empty if versions have no states.
+        states: optimizer states of each table in the next delta, by FQN. Empty if versions contain no states.
     """
 
     def __init__(self, exchange: Exchange, recorder: Recorder, runtime: Runtime) -> None:
@@ -80,13 +81,14 @@ class Coordinator:
 
     @property
     def needs_snapshot(self) -> bool:
-        """True on rank 0 if an entry of the stream was altered or lost. The next version must then be a snapshot."""
+        """True on rank 0 if the next version must be a snapshot because an entry of the stream was altered or lost."""
         return self._claim is not None and self._claim.needs_snapshot
 
     def skew(self) -> float | None:
-        """Return the seconds by which this host's clock was ahead of the store's clock at the commit of :attr:`head`.
+        """Return this host's clock minus the store's clock, in seconds, at the commit of :attr:`head`.
 
-        Sends a request to the store. Returns None if the difference is unknown.
+        The difference is positive if this host's clock was ahead, and None if it is unknown. Sends a request to the
+        store.
         """
         head = self.head
         stored = self.storage.stat(entry_name(head.version))
@@ -95,7 +97,7 @@ class Coordinator:
     def open(self, url: Location | ClaimedStream) -> None:
         """Open the store on every rank, and claim the stream on rank 0 unless ``url`` contains a claim. A collective.
 
-        On rank 0, raises UnsupportedStoreError if the store has no atomic create.
+        Raises UnsupportedStoreError on rank 0 if the store does not support atomic creation of objects.
         """
         exchange = self._exchange.exchange
         location, claim = (url.storage, url.claim) if isinstance(url, ClaimedStream) else (url, None)
@@ -106,7 +108,7 @@ class Coordinator:
     def check_same_store(self) -> None:
         """Raise InvalidArgumentError unless this rank's store contains rank 0's claim.
 
-        All ranks must write their parts to the same store.
+        Call this method to detect ranks that opened different stores. All ranks must write to the same store.
         """
         seen = StreamLog(self.storage, self._runtime).read(self.head.version)
         if seen is None or seen.writer != self.head.writer:
@@ -114,7 +116,7 @@ class Coordinator:
             raise InvalidArgumentError("url", self.storage.url, remedy)
 
     def release(self) -> None:
-        """Mark the claim as unused. Call this method if the publisher could not be built. No-op without a claim."""
+        """Mark the claim, if there is one, as unused. Call this method if the publisher could not be built."""
         if self._claim is not None:
             self._claim.release()
 
@@ -127,7 +129,7 @@ class Coordinator:
         check_alike(self._exchange.exchange(Phase.COMPARING, cut), "cut", "tables")
 
     def write_part(self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor], *, form: int) -> Part:
-        """Write a part of the next version in the format ``form``. Return its record for the manifest."""
+        """Write a part of the next version in the format ``form``. Return the part's record for the manifest."""
         states_name = None if form == FORMAT else self._name("s")
         with self._write_timer():
             return put_part(self.storage, self._name(), rows, dense, states_name=states_name)
@@ -135,7 +137,7 @@ class Coordinator:
     def write(self, draft: Draft | Exception) -> Message:
         """Write this rank's parts of a version, and return a message that describes them.
 
-        If ``draft`` is an error or the write fails, returns a message with the error.
+        If ``draft`` is an error or the write fails, the message contains the error.
         """
 
         def act() -> dict[str, Any]:
@@ -167,8 +169,8 @@ class Coordinator:
         """Create the manifest of a version, and return it. Only rank 0 may call this method.
 
         ``draft`` is rank 0's draft. ``shares`` are the contents of the messages that :meth:`write` returned on all
-        ranks, in rank order. Raises the errors of :meth:`Claim.commit`. After a StorageError, the version may have been
-        committed. In this case, the next version follows it.
+        ranks, in rank order. Raises the same errors as :meth:`Claim.commit`. After a StorageError, the version may have
+        been committed. If so, the next call continues from this version.
         """
         assert self._claim is not None, "only rank 0 commits"
         schema, states = draft.schema, self.states
@@ -202,11 +204,11 @@ class Coordinator:
         return committed
 
     def head_message(self) -> dict[str, Any]:
-        """Return rank 0's message that contains the last entry. Returns an empty dict on the other ranks."""
+        """Return the content of rank 0's message about the last entry. Return an empty dict on the other ranks."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
     def set_head(self, message: Mapping[str, Any]) -> Manifest:
-        """Set :attr:`head` to the last entry, and return it. ``message`` is :meth:`head_message` of rank 0."""
+        """Set :attr:`head` to the last entry, and return it. ``message`` is rank 0's :meth:`head_message`."""
         if self._claim is not None:
             self.head = self._claim.head
         else:
@@ -214,7 +216,7 @@ class Coordinator:
         return self.head
 
     def lost(self, error: LostEntryError) -> None:
-        """Set :attr:`head` to the claim in ``error``, which rank 0 created because an entry was lost."""
+        """Set :attr:`head` to the new claim in ``error``. Rank 0 created this claim because an entry was lost."""
         self.head = parse_manifest("entry of rank 0", error.claim.encode())
 
     def _write_training(self, taken: TakenState) -> Stored:
@@ -241,7 +243,7 @@ class Coordinator:
 def _owner_changes(
     shares: Sequence[Mapping[str, Any]], identities: Mapping[str, Identity]
 ) -> dict[str, tuple[int, int]]:
-    """Return how many raw ids gained and how many lost a row on all ranks together, by FQN; empty if unknown."""
+    """Return the numbers of raw ids that gained and lost a row on all ranks, by FQN; an empty dict if unknown."""
     if not all("owner_changes" in share for share in shares):
         return {}
     found = dict.fromkeys(identities, (0, 0))
@@ -252,11 +254,12 @@ def _owner_changes(
 
 
 def declared_states(messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> dict[str, TableStates]:
-    """Combine the states that each rank declares into the states of whole tables, and return them by FQN.
+    """Combine the specs of optimizer states on each rank into specs for whole tables, and return them by FQN.
 
-    ``messages`` has one mapping per rank, in rank order, of FQN to the states of the rank's column ranges, as JSON
-    values. Omits tables for which no rank declares states. Raises RankFailedError if ranks declare different optimizers
-    or states for a table, or if their column ranges do not cover each of its columns once.
+    ``messages`` contains a mapping for each rank, in rank order. It maps FQNs to specs of the optimizer states of the
+    rank's column ranges, as JSON values. Tables without specs are omitted. Raises RankFailedError if the optimizer or
+    the states of a table differ between ranks, or if the column ranges do not cover each column of a table exactly
+    once.
     """
     first: dict[str, TableStates] = {}
     columns: dict[str, set[tuple[int, int]]] = {}

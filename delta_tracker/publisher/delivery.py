@@ -1,4 +1,4 @@
-"""Write and commit versions and heartbeats, in threads of the publisher: :class:`Delivery`."""
+"""Background threads of a publisher: :class:`Delivery` for versions, and :class:`PublisherHeartbeats`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
@@ -36,21 +36,21 @@ class Outcome:
 
 
 class Delivery:
-    """Background threads of one rank that write and commit each version after its cut.
+    """Writer that completes each version in background threads after the rows were read.
 
-    Each rank writes its share of the version and sends a description of it to rank 0. Rank 0 commits the version and
-    sends the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange keep-alive messages. The other
-    ranks thereby detect a dead rank at once, and a suspended rank within the timeout.
+    Each rank writes its parts and sends a description of them to rank 0. Rank 0 commits the version and sends the
+    outcome to all ranks. In the meantime, the ranks exchange keep-alive messages. A dead rank is therefore detected at
+    once, and a suspended rank within the timeout.
 
     Args:
-        writer: writer of this rank's shares. On rank 0, it also commits.
-        group: process group of all ranks, used by this object only.
-        seconds: time between two keep-alive messages.
-        committed: functions to call on rank 0 with each committed version, in a thread of this object. If the outcome
-            of a commit is unknown, the functions are called with the previous entry again.
+        writer: writer of this rank's parts. On rank 0, it also commits the versions.
+        group: process group of all ranks. No other object may use it.
+        seconds: interval between keep-alive messages.
+        committed: functions to call on rank 0 with the manifest of each committed version. They are called in a
+            background thread. If the outcome of a commit is unknown, they are called again with the previous manifest.
 
     Attributes:
-        worker: executor of the thread that writes and commits.
+        worker: executor of the thread that writes and commits versions.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Delivery:
         self._messenger = runtime.executor("publisher-exchange")
 
     def start(self, outcome: Future[Outcome], number: int, draft: Draft | Exception, read: Delta | None = None) -> None:
-        """Start to write and commit a version. If the call is interrupted, repeat it with the same ``outcome``.
+        """Start writing and committing a version. If the call is interrupted, repeat it with the same ``outcome``.
 
         Args:
-            outcome: future that receives the result. An error is stored in :attr:`Outcome.error`.
-            number: number of the vote that decided on the cut, the same on all ranks.
-            draft: this rank's contents of the version, or the error of its read.
+            outcome: future that receives the result. Errors are stored in :attr:`Outcome.error`.
+            number: number of the vote in which the ranks decided to read the rows. It is the same on all ranks.
+            draft: this rank's data for the version, or the error that occurred when the rank read its rows.
             read: uncommitted read of the version's rows.
         """
 
@@ -95,7 +95,7 @@ class Delivery:
         (self.worker if self._group.world_size == 1 else self._messenger).submit(run)
 
     def close(self) -> None:
-        """Complete the version in progress, end the threads, and leave the group."""
+        """Complete the version in progress, stop the threads, and leave the process group."""
         self._messenger.shutdown()
         self.worker.shutdown()
         self._group.close()
@@ -180,16 +180,15 @@ class Delivery:
 
 
 class MessageRounds:
-    """Rounds of messages that complete a version: each rank sends a message to rank 0, and rank 0 answers all ranks.
+    """Messages that the ranks exchange to complete a version.
 
-    A message with data contains the rank's share of the version. A message without data is a keep-alive from a rank
-    that is still writing its share or waiting for the outcome. An answer with data contains the outcome.
+    In each round, every rank sends a message to rank 0, and rank 0 answers all ranks. A message with data describes the
+    parts of the rank, an answer with data the outcome. Messages and answers without data are keep-alives.
 
-    All methods raise RankLostError if a rank died, did not respond in time, or is at another version. Rank 0 then
-    leaves the group, so that the other ranks detect the failure at once.
+    All methods raise RankLostError if a rank died, did not respond in time, or is at a different version.
 
     Args:
-        number: number of the vote that decided on the cut.
+        number: number of the vote in which the ranks decided to read the rows.
     """
 
     def __init__(self, group: RankGroup, number: int) -> None:
@@ -197,7 +196,7 @@ class MessageRounds:
         self._number = number
 
     def collect(self) -> dict[int, bytes]:
-        """Receive one message from each other rank, and return its data by rank. Only rank 0 may call this method."""
+        """Receive a message from each of the other ranks, and return the data by rank. Call it on rank 0 only."""
         headers = self._group.gather(self._header())
         return {rank: self._opened(headers[rank], rank) for rank in range(1, len(headers))}
 
@@ -208,13 +207,13 @@ class MessageRounds:
             self._group.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
 
     def send_answer(self, data: bytes = b"") -> None:
-        """Send an answer to all ranks. Only rank 0 may call this method."""
+        """Send an answer to all ranks. Call this method on rank 0 only."""
         self._group.send_all(self._header(data))
         if data:
             self._group.send_all(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def receive(self) -> bytes:
-        """Wait for the answer of rank 0, and return its data."""
+        """Wait for the answer from rank 0, and return its data."""
         header = self._header()
         self._group.receive(header, 0)
         return self._opened(header, 0)
@@ -240,12 +239,12 @@ class MessageRounds:
 class PublisherHeartbeats:
     """Writer of a publisher's heartbeats in a background thread.
 
-    A heartbeat is written only when the training thread calls :meth:`write_if_due` or :meth:`wait`. A standby therefore
-    detects a job whose training hangs.
+    Heartbeats are written only when the training thread calls :meth:`write_if_due` or :meth:`wait`. If training hangs,
+    the heartbeats stop, and a standby detects the failure.
 
     Args:
         storage: store of the stream.
-        seconds: time between two heartbeats, and between the claim and the first heartbeat.
+        seconds: interval between heartbeats. The first heartbeat is written this long after the claim.
     """
 
     def __init__(self, storage: Storage, seconds: float, runtime: Runtime) -> None:
@@ -256,16 +255,16 @@ class PublisherHeartbeats:
         self._job: Future[None] = self._worker.submit(lambda: None)
 
     def write_if_due(self, head: Manifest) -> None:
-        """Start writing a heartbeat if one is due and none is being written. Does not wait for the store."""
+        """Start writing a heartbeat if one is due and no other is being written. Does not wait for the store."""
         if self._writer.is_due() and self._job.done():
             self._job = self._worker.submit(self._writer.write, head)
 
     def wait(self, job: Future[Any], head: Manifest) -> None:
-        """Wait until ``job`` is done. Write the heartbeats that are due in the meantime."""
+        """Wait until ``job`` is done. Write heartbeats that become due in the meantime."""
         while not job.done():
             self.write_if_due(head)
             wait([job], self._seconds)
 
     def close(self) -> None:
-        """Wait for the heartbeat in progress, and end the thread."""
+        """Wait for the heartbeat in progress, and stop the thread."""
         self._worker.shutdown()

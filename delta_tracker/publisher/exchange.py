@@ -25,9 +25,9 @@ Join: TypeAlias = Callable[[str, str, timedelta], RankGroup]
 
 
 class Phase(IntEnum):
-    """Operation for which a rank of a publisher, restore or standby votes.
+    """Operation that a rank is performing when it votes.
 
-    All ranks must vote in the same phase. Their phases differ if they called different methods or if a rank failed.
+    All ranks must vote in the same phase. The phases differ if ranks called different methods or if a rank failed.
     """
 
     BUILDING = auto()  # the ranks validate their arguments and reserve the consumer
@@ -49,11 +49,11 @@ class Phase(IntEnum):
 
 
 class Vote(NamedTuple):
-    """Vote of one rank on the next step of all ranks. A flag applies to all ranks if it is True in any vote.
+    """Vote of one rank on the next step of all ranks. A flag takes effect if any rank's vote sets it to True.
 
     Args:
         phase: :class:`Phase` of the rank.
-        batch: number of batches that the rank has processed.
+        batch: number of batches that the rank has trained on.
         tables: hash of the rank's tables.
         is_due: True to start a version.
         wants_snapshot: True if the version must be a snapshot.
@@ -74,21 +74,21 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message of one rank: ``content`` contains JSON values, or a description of ``failure`` if the rank failed."""
+    """Message from one rank. ``content`` is a JSON object. If the rank failed, it describes the error ``failure``."""
 
     content: Mapping[str, Any]
     failure: Exception | None = None
 
     @property
     def data(self) -> bytes:
-        """Content of the message, encoded as JSON."""
+        """The content encoded as JSON."""
         return json.dumps(self.content).encode()
 
     @classmethod
     def of(cls, action: Callable[[], Mapping[str, Any] | None]) -> Self:
-        """Call ``action``, and return a message with its JSON result, or with the error that it raised.
+        """Call ``action``. Return a message that contains its result, or the error that it raised.
 
-        The message is empty if the result is None.
+        If ``action`` returns None, the content is empty.
         """
         try:
             return cls(action() or {})
@@ -106,21 +106,21 @@ class Message:
 
 
 class Exchange:
-    """Communication between all ranks of the default process group; without a group, this process is the only rank.
+    """Communication between all ranks of the default process group.
 
-    The methods :meth:`start_votes`, :meth:`count` and :meth:`exchange` are collectives: all ranks call them in the same
-    order, from the training thread.
+    If there is no process group, this process is the only rank. The methods :meth:`start_votes`, :meth:`count` and
+    :meth:`exchange` are collectives: all ranks must call them in the same order, from the training thread.
 
     Args:
-        timeout: maximum time that a call waits for other ranks before it raises RankLostError.
+        timeout: maximum time to wait for the other ranks before a call raises RankLostError.
         name: name of the process group, the same on every rank.
-        call: source text of the call that every rank must make, shown in error messages.
-        action: name of the operation that fails if another rank fails, for error messages.
-        join: function that creates the group, called with the name, the text of the call and the timeout.
+        call: text for error messages that names the call that every rank must make, such as ``"Publisher(...)"``.
+        action: name of the operation for error messages, such as ``"publish"``.
+        join: function that creates the process group. It is called with ``name``, ``call`` and ``timeout``.
 
     Raises:
         InvalidArgumentError: if ``timeout`` is not a positive ``timedelta``.
-        RankLostError: if a rank dies, or does not build its exchange in time.
+        RankLostError: if a rank dies, or does not create its exchange in time.
     """
 
     def __init__(self, timeout: timedelta, name: str, call: str, action: Action, join: Join = RankGroup) -> None:
@@ -135,26 +135,28 @@ class Exchange:
         self._num_owed_bytes = 0  # length of the message that the other ranks wait for
 
     def start_votes(self, vote: Vote) -> Gathering:
-        """Send this rank's vote without waiting for the others, and return the handle for :meth:`count`.
+        """Start sending this rank's vote to all ranks. Return the handle to pass to :meth:`count`. Does not wait.
 
-        If the other ranks still wait for a message from this rank after a failure, first sends a blank message.
+        If other ranks still wait for a message from this rank because of an earlier failure, a blank message is sent
+        first.
         """
         if self._exchanged is not None or self._num_owed_bytes:
             self.send_owed_message()
         return self.group.start_all_gather(torch.from_numpy(np.array(vote, dtype=np.int64)))
 
     def count(self, gathering: Gathering, meanwhile: Callable[[], None] | None = None) -> tuple[Vote, bool]:
-        """Wait for the votes of all ranks and combine them.
+        """Wait for the votes of all ranks, and combine the votes.
 
         Args:
             gathering: result of :meth:`start_votes`.
-            meanwhile: function to call several times per second during the wait; None for no calls.
+            meanwhile: function to call several times per second while waiting; None for no calls.
 
         Returns:
-            The maximum of each field over the ranks, and True if all ranks have the same batch and tables.
+            A vote with the maximum of each field over all ranks, and True if the batch and tables of all ranks are the
+            same.
 
         Raises:
-            RankFailedError: if a rank is in another phase.
+            RankFailedError: if ranks are in different phases.
         """
         gathered = gathering.result(meanwhile)
         if len(gathered) == 1:  # five times as fast as the reductions, which are the cost of a small version
@@ -169,12 +171,12 @@ class Exchange:
         return most, least[:3] == most[:3]
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
-        """Exchange a message with all ranks, and return the contents of their messages in rank order.
+        """Send a message to all ranks. Return the contents of the messages of all ranks, in rank order.
 
         Raises:
             Exception: ``own.failure``, if this rank failed.
-            FencedError, LostEntryError: if another rank failed with such an error.
-            RankFailedError: if a rank is in another phase, failed with another error, or was interrupted.
+            FencedError, LostEntryError: if another rank failed with this error.
+            RankFailedError: if another rank is in a different phase, failed with a different error, or was interrupted.
             RankLostError: if a rank died or did not answer in time.
         """
         self._exchanged = self.start_votes(Vote(phase, num_bytes=len(own.data)))
@@ -197,7 +199,7 @@ class Exchange:
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """Send a blank message if the other ranks are waiting for one. They then raise RankFailedError."""
+        """Send a blank message if other ranks wait for a message from this rank. They then raise RankFailedError."""
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
@@ -211,16 +213,16 @@ class Exchange:
 
 
 class VoteExchange(Exchange):
-    """Exchange for a publisher. It also tracks which votes this rank has to send.
+    """Exchange for a publisher that also counts the votes that this rank must send.
 
-    A vote is due at every ``vote_every``-th call of ``step()``. If the call fails, its vote is sent later.
+    A vote is due at every ``vote_every``-th call of ``step()``. If this call fails, the vote is sent later.
 
     Attributes:
-        vote_every: number of calls of ``step()`` from one vote to the next.
+        vote_every: interval between votes, in calls of ``step()``.
         number: number of votes that this rank has sent.
         num_owed: number of votes that are due but have not been sent.
-        pending: handle of the vote that was sent but has not been counted; None if there is none.
-        is_alone: True if there is only one rank. Its votes can be counted at once.
+        pending: handle of a vote that was sent but has not been counted; None if there is none.
+        is_alone: True if there is only one rank. The rank can then count its votes at once.
     """
 
     def __init__(self, timeout: timedelta, join: Join = RankGroup) -> None:
@@ -233,12 +235,12 @@ class VoteExchange(Exchange):
         self._num_calls = 0
 
     def count_call(self) -> None:
-        """Count a call of ``step()``, after which a vote may be due."""
+        """Count a call of ``step()``. A vote may be due afterwards."""
         number = self._num_calls + 1
         self._num_calls, self.num_owed = number, self.num_owed + (number % self.vote_every == 0)
 
     def send(self, vote: Vote) -> Gathering:
-        """Send this rank's vote without waiting for the others. Return the handle for :meth:`count`."""
+        """Start sending this rank's vote to all ranks. Return the handle to pass to :meth:`count`. Does not wait."""
         number, owed = self.number + 1, max(self.num_owed - 1, 0)
         # One line, so that an interrupt cannot come between the assignments.
         self.pending, self.number, self.num_owed = self.start_votes(vote), number, owed
@@ -246,7 +248,7 @@ class VoteExchange(Exchange):
 
 
 def decode_message(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:
-    """Return the content of ``data``, a message from ``rank``, or raise the error that the message describes.
+    """Decode the message ``data`` from ``rank``, and return its content. If it describes an error, raise the error.
 
     Errors other than FencedError and LostEntryError are raised as RankFailedError.
     """
@@ -264,7 +266,7 @@ def decode_message(rank: int, data: bytes, action: Action = "publish") -> dict[s
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str, action: Action = "publish") -> None:
-    """Raise RankFailedError unless all ``messages``, in rank order, have equal values for each key in ``names``."""
+    """Raise RankFailedError if the value of a key in ``names`` differs between ``messages``, a list in rank order."""
     for rank, each in enumerate(messages):
         for name in names:
             if each[name] != messages[0][name]:

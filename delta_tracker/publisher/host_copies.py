@@ -1,6 +1,6 @@
-"""Copy tensors from any device to host memory. The calling thread does not wait for the device.
+"""Copy tensors from any device to host memory without waiting for the device.
 
-Notation: ``N`` is the number of rows to copy, ``R`` the number of rows of the tensor from which they are copied.
+Notation: ``N`` is the number of rows to copy, and ``R`` is the number of rows of the source tensor.
 """
 
 import math
@@ -24,12 +24,12 @@ _ALIGNMENT = 16  # of each tensor in a buffer: enough for every dtype
 
 
 class SelectedRows:
-    """Selection of rows to copy to the host, and the copy of these rows.
+    """Rows to copy to the host, and the resulting copy.
 
     Args:
         rows: ``[R, ...]`` tensor on any device.
         ids: ``[N]`` int64 indices of the rows to copy, on the device of ``rows``; None for all rows.
-        offset: number to add to each copied value. Must be 0 if ``ids`` is given.
+        offset: number that is added to each copied value. It must be 0 if ``ids`` is given.
 
     Attributes:
         num_rows: ``N``.
@@ -63,7 +63,7 @@ class SelectedRows:
             out.copy_(rows)
 
     def copy_chunks(self) -> None:
-        """Copy all rows to :attr:`copied` in chunks that fit the CPU cache. The rows must be on the CPU."""
+        """Copy the selected rows to :attr:`copied` in chunks that fit in the CPU cache. The rows must be on the CPU."""
         step, out = CHUNK_BYTES // max(1, self.row_bytes), self.copied
         if self.num_rows <= step:
             self.copy(0, self.num_rows, out)
@@ -75,18 +75,17 @@ class SelectedRows:
 
 
 class HostCopier:
-    """Copier of rows from any device to host memory. All calls must come from one thread.
+    """Copier of rows from any device to host memory. All methods must be called from the same thread.
 
-    On a CUDA device, all rows are copied into one buffer on the current stream, and a side stream copies the buffer
-    to pinned memory. If the rows do not fit into one buffer of 256 MiB, they are copied in chunks through two such
-    buffers. This delays the later work of the current stream. If device memory runs out, smaller buffers are used, down
-    to 4 MiB.
+    On a CUDA device, the current stream copies the rows to a buffer, and a side stream copies the buffer to pinned
+    memory. If the rows exceed 256 MiB, they are copied in chunks through two buffers of this size, which delays later
+    work on the current stream. If device memory is low, smaller buffers are used.
 
-    On devices other than CUDA and the CPU, all rows are copied into one buffer. ``result()`` of the returned copy
-    copies this buffer to the host.
+    On devices other than CUDA and the CPU, all rows are copied to one buffer. This buffer is copied to the host when
+    ``result()`` of the returned copy is called.
 
-    Until a copy is complete, its buffers take as much device memory as the rows, on CUDA at most 512 MiB. The copy
-    takes as much host memory as the rows. This memory is reused once the copy has been garbage-collected. Torch rounds
+    Until a copy is complete, its buffers use as much device memory as the rows, but at most 512 MiB on CUDA. The copy
+    uses as much host memory as the rows. This memory is reused after the copy has been garbage-collected. Torch rounds
     the size of pinned memory up to a power of two and never frees it. The CUDA path has not been tested on a GPU.
     """
 
@@ -95,9 +94,9 @@ class HostCopier:
         self._streams: dict[torch.device, Any] = {}
 
     def copy(self, selections: Sequence[SelectedRows]) -> list[HostCopy]:
-        """Start copying rows, without waiting. The copies include all writes that are queued on the current streams.
+        """Start copying rows without waiting. The copies include all writes that are queued on the current streams.
 
-        Sets :attr:`SelectedRows.copied` of each selection. Wait for all returned copies before reading any of them.
+        Sets :attr:`SelectedRows.copied` of each selection. Wait for all returned copies before you read this attribute.
         """
         started: list[HostCopy] = []
         groups: dict[torch.device, list[SelectedRows]] = {}
@@ -118,10 +117,10 @@ class HostCopier:
         return started
 
     def reader(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """Return a function that copies a tensor of ``device`` to the host and waits for the copy.
+        """Return a function that copies a tensor from ``device`` to the host and waits for the copy.
 
-        Another thread may call the function while this thread queues more work. The copy includes all writes that were
-        queued on the current stream before this method was called, and possibly later writes.
+        Any thread may call the function. The copy includes all writes that were queued on the current stream before
+        this method was called. It may include later writes.
         """
         if device.type != "cuda":
             return partial(Tensor.to, device="cpu", copy=True)
@@ -156,7 +155,7 @@ class HostCopier:
 
 
 class _BufferSpan(NamedTuple):
-    """Rows ``[first, stop)`` of a selection. Their copy takes the bytes ``[begin, end)`` of a buffer."""
+    """Rows ``[first, stop)`` of a selection, and the bytes ``[begin, end)`` of a buffer to which they are copied."""
 
     selection: SelectedRows
     first: int

@@ -1,4 +1,4 @@
-"""Publish the rows that changed on all ranks to a stream, one version at a time."""
+"""Publish the changed rows of all ranks to a stream, one version at a time."""
 
 import logging
 import os
@@ -47,41 +47,40 @@ _PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest 
 
 @refuses_unknown(cadence=Cadence, recovery=Recovery, upkeep=Upkeep)
 class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a new Publisher after it is loaded"):
-    """Writer that publishes a tracker's changed rows to a stream, as versions that contain the rows of all ranks.
+    """Writer of the rows that a tracker recorded as changed to a stream. Each version contains the rows of all ranks.
 
-    Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or
-    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. When a version starts (the cut), each rank
-    reads its own rows, and background threads write them. Rank 0 commits the version by creating its manifest. After
-    any failure, every row stays pending.
+    Every rank creates a publisher in its training thread. In this thread, all ranks call :meth:`step` after each batch,
+    or :meth:`publish` or :meth:`snapshot` at the same batch. Each rank reads its own rows (the cut), and background
+    threads write them. Rank 0 commits the version by creating its manifest. After any failure, every row stays pending.
 
-    Building a publisher claims the stream, fences every publisher of an older generation, and reserves the consumer.
+    Creating a publisher claims the stream, fences every publisher of an older generation, and reserves the consumer.
     The first version is a snapshot, unless the tracker was loaded from a checkpoint; see ``guide/train.md``.
 
     Args:
-        tracker: tracker of the rows.
+        tracker: tracker whose changed rows are published.
         url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
             :class:`~delta_tracker.stream.storage.storage.Storage`. It must be the same store on every rank. After a
             takeover, pass its :class:`~delta_tracker.stream.log.ClaimedStream` to continue with the existing claim.
         consumer: name of the tracker's consumer; None if the tracker has only one.
-        top_k: bound on the number of rows of a delta. Only the rows that changed most are published; the others stay
+        top_k: maximum number of rows in a delta. Only the rows that changed most are published. The other rows stay
             pending. None publishes all changed rows.
-        dense: dense parameters and buffers to publish: True for all of the model, a module, names in the model's
-            ``state_dict``, a list of modules, or a dict of names to modules. Each version contains rank 0's values of
-            these tensors at the cut. Tensors that are split over the ranks are rejected. False publishes no dense
-            tensors. None also publishes none, and logs a warning if the model has trainable dense parameters.
-        encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
-            encoding. Tables without an encoding are stored in their own dtype.
-        cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
+        dense: dense parameters and buffers to publish: True for all in the model, a module, names in the model's
+            ``state_dict``, a list of modules, or a dict that maps names to modules. Each version contains rank 0's
+            values of these tensors at the cut. Tensors that are split over the ranks are rejected. False publishes no
+            dense tensors. None is the same as False, but logs a warning if the model has trainable dense parameters.
+        encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping from FQNs to
+            encodings. Tables without an encoding are stored in their own dtype.
+        cadence: schedule of :meth:`step`. None if :meth:`step` is not used.
         upkeep: retention, compaction and pointer object of the stream; None for ``Upkeep()``.
         recovery: training state to publish with each version, so that :func:`~delta_tracker.recovery.restore.restore`
-            can continue training from it. The entries then have format 2. After ``restore``, the first version is a
-            delta. After a checkpoint was loaded, it is a snapshot, because the checkpoint may not contain the optimizer
-            states. None publishes values only.
-        notifier: notifier that sends a hint about each version to waiting predictors; None if predictors only poll.
-        timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
+            can continue training from a version. Entries are then written in format 2. After ``restore``, the first
+            version is a delta. After a checkpoint was loaded, it is a snapshot, because the checkpoint may not contain
+            the optimizer states. None publishes no training state.
+        notifier: notifier that announces each version to waiting predictors. None if predictors only poll the stream.
+        timeout: maximum time to wait for the other ranks, also while they create their publishers.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
-        runtime: provider of the clock, waits and threads that the publisher uses.
-        join: function that creates a process group of all ranks, see
+        runtime: provider of clocks, waits and threads. Replace it in simulations only.
+        join: function that creates a process group of all ranks; see
             :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: value of the label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this
             process has the same name, ``-2``, ``-3``, ... is appended.
@@ -89,17 +88,19 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     Raises:
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
-        IncompleteModelError: if a restore of the model was interrupted.
-        UnsupportedModelError: if ``recovery`` does not contain a table's optimizer, or a state cannot be published.
-        InvalidArgumentError: if an argument is invalid, or does not fit the model, the tracker or another argument, for
-            example ``recovery`` with ``top_k``; if the claim in ``url`` is already used, or if rank 0 opened a
-            different store.
-        UnsupportedStoreError: if the store has no atomic create.
+        IncompleteModelError: if a restore of the model failed or was interrupted.
+        UnsupportedModelError: if the optimizer of a table is missing in ``recovery``, or its states cannot be
+            published.
+        InvalidArgumentError: if an argument is invalid, or does not match the model, the tracker or another argument,
+            for example ``recovery`` with ``top_k``. Also raised if the claim in ``url`` was already used, or if rank 0
+            opened a different store.
+        UnsupportedStoreError: if the store does not support atomic creation of objects.
         MalformedError: if the stream's newest entry is malformed.
-        StorageError: if this rank cannot use the store. If it failed during the claim, the stream may be claimed.
-        RankFailedError: if another rank raised one of these errors, or passed a different ``top_k``, ``encoding``,
-            ``cadence`` or ``recovery``.
-        RankLostError: if a rank dies, or does not build a publisher in time.
+        StorageError: if this rank cannot access the store. After an error during the claim, the stream may be claimed
+            nevertheless.
+        RankFailedError: if another rank raised one of these errors, or if the ranks passed different values of
+            ``top_k``, ``encoding``, ``cadence`` or ``recovery``.
+        RankLostError: if a rank dies, or does not create its publisher in time.
 
     Example:
         >>> import torch
@@ -230,56 +231,55 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
     @property
     def stream(self) -> str:
-        """Id of the stream, 32 hexadecimal digits."""
+        """Id of the stream: a string of 32 hexadecimal digits."""
         return self._writer.head.stream
 
     @property
     def version(self) -> int:
-        """Number of the last version that this publisher committed, or of its claim if it has committed no version."""
+        """Last version that this publisher committed. Before its first version, the version number of its claim."""
         return self._writer.head.version
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last version, without a traceback; None if that version was published."""
+        """Error that prevented the last version from being published, without a traceback; None if it was published."""
         return self._reports.error
 
     @property
     def is_fenced(self) -> bool:
         """True if a newer publisher has claimed the stream. This publisher then publishes no more versions.
 
-        The value changes on all ranks in the same call of :meth:`step`, so that training can end at the same batch.
+        It changes in the same call of :meth:`step` on all ranks, so that all ranks can stop training at the same batch.
         """
         return isinstance(self._reports.error, FencedError)
 
     @property
     def upkeep_error(self) -> Exception | None:
-        """Error of rank 0's last compaction or retention; None if neither failed, and on other ranks."""
+        """Error of rank 0's last compaction or retention pass; None if it succeeded. Always None on other ranks."""
         return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
-        """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
+        """Publish a version if the cadence requires it. Call this method on every rank after each ``tracker.step()``.
 
-        With ``recovery``, call it at the end of each training iteration, or with gradient accumulation, only after the
-        last accumulated batch: a version contains the state from which the next batch continues. The call waits up to 5
-        seconds for an update in progress. After a wait has timed out, later waits take at most 0.05 seconds, until a
-        wait succeeds. If the update takes longer, the version is not published. A model output whose backward pass has
-        not run, such as the output of an evaluation, counts as an update in progress: delete it before the call, or
-        compute it under ``torch.no_grad()``. A version is also not published if rows were updated since the last
-        ``tracker.step()``. Updates of sharded tables without a fused optimizer are not detected.
+        With ``recovery``, call it at the end of each training iteration. With gradient accumulation, call it after the
+        last accumulated batch only, because a restored job continues with the batch after the call. A version is
+        published only if no update is in progress and no rows were updated since the last ``tracker.step()``. Updates
+        of sharded tables without a fused optimizer are not detected. The call waits up to 5 seconds for an update in
+        progress. A model output whose backward pass has not run, such as the output of an evaluation, counts as an
+        update in progress. Delete such outputs before the call, or compute them under ``torch.no_grad()``.
 
-        Training waits only while the rows are read. A snapshot is copied while training continues. After the cut, other
-        threads write and commit the version. At the next vote, the result is in :attr:`error`, the log and the metrics.
-        Only one version is published at a time. Rows that change in the meantime stay pending in the tracker. Call
-        :meth:`flush` before a pause to publish the rows that are still pending.
+        Training is blocked only while the rows are read. The rows of a snapshot are copied while training continues.
+        Other threads write and commit the version. The result is available in :attr:`error`, the log and the metrics
+        after the next vote. Only one version is published at a time. Rows that change in the meantime stay pending.
+        Call :meth:`flush` before a pause in training to publish pending rows.
 
-        If a version cannot be published, this method does not raise the error. The error is logged and stored in
-        :attr:`error`. All rows stay pending, and the next version contains them. After a
-        :class:`~delta_tracker.errors.FencedError` or a :class:`~delta_tracker.errors.RankLostError`, the publisher does
-        not try to publish another version: end the training loop if :attr:`is_fenced`.
+        If a version cannot be published, the error is not raised, but logged and stored in :attr:`error`. All rows stay
+        pending, and are published with the next version. After a :class:`~delta_tracker.errors.FencedError` or a
+        :class:`~delta_tracker.errors.RankLostError`, the publisher publishes no more versions: end the training loop if
+        :attr:`is_fenced` is True.
 
         Raises:
-            InvalidArgumentError: if the publisher has no cadence or is closed, or if called from another thread or
-                process than the one that built the publisher.
+            InvalidArgumentError: if the publisher has no cadence or is closed, or if the calling thread or process did
+                not create the publisher.
         """
         versions = self._checked()
         if not versions.has_cadence:
@@ -293,60 +293,62 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             self._reports.failed(error, self.version + 1)
 
     def publish(self) -> Manifest:
-        """Publish the rows that changed since the last version, or a snapshot if one is needed.
+        """Publish a delta with the rows that changed since the last version, or a snapshot if one is required.
 
-        The first version is a snapshot, unless the trainer resumed from a checkpoint. A snapshot is also needed after
-        the tracker dropped the consumer's pending rows. A version without changed rows is published too, so that
+        The first version is a snapshot, unless the trainer resumed from a checkpoint. A snapshot is also required after
+        the tracker dropped the consumer's pending rows. If no rows have changed, an empty version is published, so that
         predictors can measure their lag. A version that :meth:`step` started is completed first. If another program has
-        deleted the newest entry of the stream, the stream is claimed again, and a snapshot is published.
+        deleted the newest entry of the stream, this method claims the stream again and publishes a snapshot.
 
         Returns:
-            The committed manifest, the same on every rank.
+            The manifest of the version, which is the same on every rank.
 
         Raises:
             FencedError: on every rank, if a newer publisher has claimed the stream. Nothing was published.
-            RankFailedError: if another rank failed, called another method or is at another batch; no row is lost.
-            UnfinishedStepError: with ``recovery``, if an update was still in progress after the wait that :meth:`step`
-                describes, or if rows were updated since the last ``tracker.step()``; every row stays pending.
+            RankFailedError: if another rank failed, called a different method, or is at a different batch; no row is
+                lost.
+            UnfinishedStepError: with ``recovery``, if an update is still in progress after the wait described in
+                :meth:`step`, or if rows were updated since the last ``tracker.step()``; every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit, or a directory cannot be flushed to
-                disk; every row stays pending. The version may have been published, or may appear later. If so, the next
-                version follows it. The other ranks raise RankFailedError with ``is_unknown``.
-            StorageError: if this rank could not write; every row stays pending.
+                disk. Every row stays pending. The version may have been committed, or may still be committed later. In
+                both cases, the next version continues from it. The other ranks raise RankFailedError with
+                ``is_unknown``.
+            StorageError: if this rank could not write to the store; every row stays pending.
             RankLostError: if a rank died or did not answer in time; every row stays pending.
-            InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that
-                built the publisher, or if the read with ``top_k`` failed on another rank.
+            InvalidArgumentError: if the publisher is closed, if the calling thread or process did not create the
+                publisher, or if another rank failed to read its rows with ``top_k``.
         """
         return self._publish("delta")
 
     def snapshot(self) -> Manifest:
-        """Publish every row of every table with its current value, for example after weights were loaded or edited.
+        """Publish a snapshot, which contains all rows of all tables, for example after weights were loaded or edited.
 
-        Returns the committed manifest, and raises the same errors as :meth:`publish`.
+        Returns the manifest of the snapshot. Raises the same errors as :meth:`publish`.
         """
         return self._publish("snapshot")
 
     def flush(self) -> None:
-        """Publish all pending rows, including the rows that ``top_k`` left out. Call it before training pauses.
+        """Publish all pending rows, including rows that ``top_k`` did not select. Call it before training pauses.
 
-        After the call, every row that changed before the call is in a committed version. A version that :meth:`step`
-        started is completed first. If no rank has changed rows, no version is published. Tables without a fused
-        optimizer, dense tensors, states and raw ids are published if training has advanced since the last version.
+        Afterwards, all rows that changed before the call are in committed versions. A version that :meth:`step` started
+        is completed first. No version is published if no rank has pending rows, unless training has advanced and the
+        version would contain tables without a fused optimizer, dense tensors, states or raw ids.
 
-        Every rank must call this method at the same batch. If it is interrupted, for example by Ctrl-C, call it again
+        Every rank must call this method at the same batch. If the call is interrupted, for example by Ctrl-C, repeat it
         to continue. Raises the same errors as :meth:`publish`.
         """
         self._publish("flush")
 
     def close(self) -> None:
-        """Complete the version that :meth:`step` started, if any, release the consumer and leave the process group.
+        """Close the publisher: complete the version in progress, release the consumer, and leave the process group.
 
-        Every rank must call this method. It does not publish the other pending rows: to publish them, call
-        :meth:`flush` first. The stream stays claimed. If the version fails, its error is logged, and the rows stay
-        pending. A running compaction or retention is interrupted after 10 seconds, and the next one completes the work.
+        Every rank must call this method. Pending rows are not published: call :meth:`flush` first to publish them. The
+        stream stays claimed. If the version in progress fails, its error is logged, and its rows stay pending. A
+        running compaction or retention pass is interrupted after 10 seconds. The next pass completes its work.
 
         Raises:
-            InvalidArgumentError: if called from another thread or process than the one that built the publisher. The
-                publisher then stays open.
+            InvalidArgumentError: if the calling thread or process did not create the publisher. The publisher then
+                stays open.
         """
         if self._versions is not None:
             self._checked().finish()
@@ -367,7 +369,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Call :meth:`close`, even after an exception. :meth:`close` waits for all ranks."""
+        """Call :meth:`close`, even after an exception. Waits for all ranks."""
         self.close()
 
     def __repr__(self) -> str:
@@ -375,7 +377,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return f"Publisher({self._writer.storage.url!r}, generation={head.generation}, version={head.version})"
 
     def _checked(self) -> VersionStateMachine:
-        """Return ``self._versions``. Raise InvalidArgumentError if closed, or if built in another thread or process."""
+        """Return ``self._versions``. Raise InvalidArgumentError if closed, or in another thread or process."""
         if self._versions is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         thread, process = self._caller
@@ -401,7 +403,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
 
 class _MissingStepDetector:
-    """Detector of loops that call ``Publisher.step`` but not ``tracker.step``, so that no version becomes due."""
+    """Detector of training loops in which no version becomes due because they do not call ``tracker.step()``."""
 
     def __init__(self, progress: BatchProgress) -> None:
         self._progress = progress
@@ -432,7 +434,7 @@ def _check_tracker(tracker: object) -> None:
 
 
 def _check(url: object, cadence: object, upkeep: object, recovery: object) -> None:
-    """Raise InvalidArgumentError if an argument is invalid, or if the claim of a takeover needs ``recovery``."""
+    """Raise InvalidArgumentError if an argument is invalid, or if ``url`` requires the argument ``recovery``."""
     check_type("cadence", cadence, Cadence, "Cadence(batches=100)")
     check_type("upkeep", upkeep, Upkeep, "Upkeep(compact_every=50)")
     check_recovery(recovery)

@@ -1,4 +1,4 @@
-"""Schema and copied rows of this rank's tables in a version. Rows are encoded when they are written."""
+"""Schema of this rank's tables, and copies of their rows for a version. Rows are encoded when they are written."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,16 +25,16 @@ EncodingChoice = Encoding | str | Mapping[str, Encoding | str] | None
 
 
 def name_encodings(choice: EncodingChoice) -> str | dict[str, str] | None:
-    """Return the names of the encodings of a valid choice, in a form that is equal on all ranks for equal choices."""
+    """Return the names of the chosen encodings in a normal form, so that ranks can compare their choices."""
     if isinstance(choice, Mapping):
         return {fqn: Encoding.named(choice[fqn]).name for fqn in sorted(choice)}
     return None if choice is None else Encoding.named(choice).name
 
 
 def choose_encodings(choice: EncodingChoice, live: LiveTables) -> dict[str, Encoding]:
-    """Return the encoding of each table by FQN. A table without a chosen encoding is stored in its own dtype.
+    """Return the encoding of each table by FQN. Tables that ``choice`` omits are stored in their own dtype.
 
-    Raises InvalidArgumentError for an unknown table, an invalid encoding, or an encoding that does not support the
+    Raises InvalidArgumentError if a table is unknown, an encoding is invalid, or an encoding does not support the
     number of columns of a shard.
     """
     own = {fqn: Encoding.of(table.dtype) for fqn, table in live.tables.items()}
@@ -51,10 +51,10 @@ def choose_encodings(choice: EncodingChoice, live: LiveTables) -> dict[str, Enco
 
 @dataclass(frozen=True, slots=True)
 class CopiedRows:
-    """Copies of the rows and dense tensors of a version, the result of :meth:`RankTables.copy_rows`.
+    """Copies of the rows and dense tensors of a version, returned by :meth:`RankTables.copy_rows`.
 
     Args:
-        copies: transfers to the host that must be complete before ``rows`` or ``dense`` is read.
+        copies: transfers to the host. Wait for all of them before reading ``rows`` or ``dense``.
     """
 
     rows: Sequence[BlockRows]
@@ -63,11 +63,11 @@ class CopiedRows:
 
 
 class RankSchema(NamedTuple):
-    """Schema of this rank's versions. A version must be a snapshot if its schema differs from the previous version's.
+    """Schema of a version on this rank. If the schema changes, the next version must be a snapshot.
 
-    The keys of all mappings are FQNs. ``states`` contains the states of this rank's column ranges; it is empty if
-    versions have no states. ``text`` describes the tables and identities for a comparison between ranks. ``digest`` is
-    the int64 hash of ``text``.
+    All mappings are keyed by FQN. ``states`` describes the optimizer states of this rank's column ranges. It is empty
+    if versions contain no states. ``text`` describes the tables and identities. ``digest`` is an int64 hash of
+    ``text``.
     """
 
     format: int
@@ -79,19 +79,18 @@ class RankSchema(NamedTuple):
 
 
 class RankTables:
-    """This rank's tables: the schema of their versions, and copies of their rows on the host.
+    """Tables of this rank: their schema, and functions that copy their rows to the host.
 
     Only the training thread may call the methods.
 
-    The copies have the tables' dtypes. They are encoded when they are read, in chunks that fit the CPU cache. Encoding
-    runs on the CPU, so that the bytes do not depend on the device. The copies take 8 bytes per id and the bytes of the
-    rows in their tables' dtypes, see :class:`~.host_copies.HostCopier`. The result of :meth:`whole` takes the memory of
-    one chunk.
+    Copies have the dtype of their table, and are encoded on the CPU when they are read. They use 8 bytes per row id, in
+    addition to the size of the rows; see :class:`~.host_copies.HostCopier`. The result of :meth:`whole` uses the memory
+    of one chunk only.
 
-    Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
+    With 2D parallelism, only the ranks of a table's first replica copy its rows.
 
     Args:
-        encoding: valid choice of encodings, see :func:`choose_encodings`.
+        encoding: choice of encodings that :func:`choose_encodings` accepts.
         writes_replicas: True if this rank writes replicated tables.
         with_states: True to also copy the optimizer states of the rows.
 
@@ -112,7 +111,7 @@ class RankTables:
         self.copying = self.published = self.latest
 
     def current(self) -> RankSchema:
-        """Return the current schema of the tables. Looks up their shards again if the tracker was reattached."""
+        """Return the current schema of the tables. If the tracker was reattached, look up the tables again first."""
         if self._attached != self._live.num_attached:
             self._attach()
         return self.latest
@@ -149,15 +148,15 @@ class RankTables:
     ) -> CopiedRows:
         """Start copying the current values of rows and dense tensors. Does not wait for the copies.
 
-        Omits tables that this rank does not write. Call this method and :meth:`whole` within
+        Tables that this rank does not write are omitted. Call this method and :meth:`whole` within
         :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
 
         Args:
             delta: the changed rows.
-            whole: FQNs of the tables of which all rows are copied, instead of only the rows in ``delta``.
-            dense: name to dense tensor.
+            whole: FQNs of the tables whose rows are all copied, including rows that are not in ``delta``.
+            dense: dense tensors to copy, by name.
             extra: additional tensors to copy at the same time.
-            owners: FQN to the ``[R]`` raw ids of the shard's rows, for each table with managed collisions.
+            owners: raw ids of the shard's rows (``[R]``) of each table with managed collisions, by FQN.
 
         Returns:
             The copies, with one block of rows for each column range of a shard.
@@ -174,15 +173,15 @@ class RankTables:
         return CopiedRows(list(map(call, views)), named, copies)
 
     def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor]) -> list[BlockRows]:
-        """Return all rows of those ``tables`` that this rank writes, with one block for each column range of a shard.
+        """Return the rows of ``tables``, one block per column range. Omit tables that this rank does not write.
 
-        Any thread may read the rows. Each chunk is copied when it is read, and includes at least the updates that were
-        queued on the device before this call. The states and the raw id of a row may be newer than its values. If the
-        raw id of a row changed meanwhile, the next read of the tracker contains the row.
+        Any thread may read the rows. Rows are copied in chunks when they are read. They include all updates that were
+        queued on the device before this call, and possibly later ones. The states and the raw id of a row may be newer
+        than its values. A row whose raw id changes in the meantime is contained in the next read of the tracker.
 
         Args:
             tables: FQNs of the tables.
-            owners: FQN to the ``[R]`` raw ids of the shard's rows, for each table with managed collisions.
+            owners: raw ids of the shard's rows (``[R]``) of each table with managed collisions, by FQN.
         """
         blocks = []
         reader = cache(self._copier.reader)

@@ -1,7 +1,7 @@
 """Find the rows to republish after the trainer resumed from an older checkpoint.
 
-A checkpoint contains the stream position of the consumer. Predictors may have applied later versions that the resumed
-trainer does not know. The rows of these versions are treated as changed and are published again.
+A checkpoint contains the stream position of the consumer. Predictors may have applied versions that were published
+after the checkpoint. The rows of these versions are treated as changed and are published again.
 """
 
 import logging
@@ -27,20 +27,21 @@ _logger = logging.getLogger(__name__)
 def rows_to_repair(
     log: StreamLog, note: object, claim: Manifest, schema: Schema, shards: Mapping[str, ShardSpec]
 ) -> dict[str, Tensor] | None:
-    """Return the rows of this rank that are contained in versions after a checkpoint.
+    """Return the rows of this rank that were published after a checkpoint and must be published again.
 
     Args:
         log: log of the stream.
-        note: result of :meth:`~delta_tracker.stream.reading.position.Position.to_dict` in the checkpoint.
+        note: stream position in the checkpoint, as returned by
+            :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
         claim: manifest of the new publisher's claim.
-        schema: format, tables, states and identities of the new publisher's versions.
-        shards: FQN to shard of this rank.
+        schema: schema of the new publisher's versions: format, tables, states and identities.
+        shards: shards of this rank, by FQN.
 
     Returns:
-        FQN to ``[N]`` int64 local ids, ascending and unique. Tables without such rows are omitted. None if every row
-        must be published: if ``note`` is not a position in this stream, if a later version is missing, is damaged, is a
-        snapshot or has another schema, or if the log from the newest snapshot on is incomplete or has entries of
-        another schema.
+        Local ids of the rows by FQN: ``[N]`` int64, ascending and unique. Tables without such rows are omitted. None if
+        a snapshot is required instead: if ``note`` is not a position in this stream; if a later version is missing, is
+        damaged, is a snapshot or has a different schema; or if the newest snapshot has a different schema or the log is
+        incomplete after it.
     """
     try:  # releases before 0.1.0 saved neither a generation nor a time, which are not used here
         position = Position.from_dict({"generation": 0, "created": 0, **note} if isinstance(note, dict) else note)
@@ -71,7 +72,7 @@ def rows_to_repair(
 
 
 def warn_of_changes(log: StreamLog, claim: Manifest, schema: RankSchema, dense: Mapping[str, Tensor] | None) -> None:
-    """Log how the tables and the published ``dense`` tensors differ from those in the stream's newest version."""
+    """Log differences between the newest version and the model's tables and published ``dense`` tensors."""
     specs = {name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in (dense or {}).items()}
     own = spec_texts(schema.tables, schema.identities), spec_texts(specs, ())
     with suppress(MalformedError, StorageError):

@@ -1,4 +1,4 @@
-"""Report results and large deltas of versions as errors, log records and metrics: :class:`Reports`."""
+"""Report the results of versions, and large deltas, in logs and metrics: :class:`Reports`."""
 
 import logging
 from collections import Counter
@@ -17,13 +17,14 @@ _NUM_DELTAS = 10
 
 
 class Reports:
-    """Result of the last version of a publisher, and the metrics of its versions, rows and failures.
+    """Recorder of the result of each version of a publisher, which also updates the publisher's metrics.
 
     Args:
         writer: writer of the stream. Rank 0 counts the versions and rows of all ranks.
 
     Attributes:
-        error: error of the last version, without a traceback; None if that version was published.
+        error: error that prevented the last version from being published, without a traceback; None if it was
+            published.
         is_over: True if this publisher can publish no more versions, because it is fenced or has lost a rank.
     """
 
@@ -38,7 +39,7 @@ class Reports:
         self._version = 0  # the newest one that was published
 
     def open(self) -> None:
-        """Create the metrics that alerts use, with the value 0. Call this method after the stream has been claimed.
+        """Create the metrics that alerts use, with value 0. Call this method after the stream has been claimed.
 
         Alerts can then detect the first failure and the absence of new versions.
         """
@@ -56,7 +57,7 @@ class Reports:
             recorder.publish_failures.cell(reason=failure)
 
     def published(self, committed: Manifest) -> None:
-        """Record that ``committed`` was published. Updates the metrics, and resets :attr:`error`."""
+        """Record that the version ``committed`` was published: update the metrics, and reset :attr:`error`."""
         if self._writer.is_first:
             recorder = self._recorder
             num_bytes = committed.total_bytes if committed.training else committed.num_bytes
@@ -74,7 +75,7 @@ class Reports:
         self.error = self._failure = None
 
     def failed(self, error: Exception, version: int) -> None:
-        """Record that ``version`` was not published. Logs ``error`` unless the last version failed in the same way."""
+        """Record that ``version`` was not published. Log ``error`` unless the previous version failed likewise."""
         former, self._failure = self._failure, kind_of(error)
         self.error, self.is_over = without_traceback(error), isinstance(error, FencedError | RankLostError)
         if self._failure != former:
@@ -85,7 +86,7 @@ class Reports:
             self._recorder.fences.cell().add(1)
 
     def upkeep_failed(self, step: str) -> None:
-        """Count a failure of ``step``, the name of an upkeep step, in the metrics. Any thread may call this method."""
+        """Count a failure of the upkeep step called ``step`` in the metrics. Any thread may call this method."""
         self._recorder.upkeep_failures.cell(step=step).add(1)
 
     def _show_skew(self) -> None:
@@ -106,13 +107,13 @@ def _outcome(error: Exception, version: int) -> str:
 
 
 class LargeDeltas:
-    """Counter, for each table, of consecutive deltas that contain more than half of the table's rows."""
+    """Counters of consecutive deltas that contain more than half of a table's rows, one counter per table."""
 
     def __init__(self) -> None:
         self._num_large: dict[str, int] = {}
 
     def count_rows(self, delta: Manifest) -> None:
-        """Count the rows of a delta. Logs a warning about a table at its tenth consecutive large delta."""
+        """Update the counters for a delta. Log a warning about a table at its tenth consecutive large delta."""
         num_rows: Counter[str] = Counter()
         for part in delta.parts:
             for block in part.blocks:

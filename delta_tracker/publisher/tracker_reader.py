@@ -1,4 +1,4 @@
-"""Read the rows and dense tensors of a version from the tracker, and commit or abort the read afterwards."""
+"""Read the rows and dense tensors of a version from the tracker, then commit or abort the read."""
 
 import logging
 import time
@@ -37,20 +37,20 @@ _MAX_NAMES = 5
 
 
 class TrackerReader:
-    """Reader that reserves a consumer of a tracker and reads the rows of each version.
+    """Reader of the rows of each version from a reserved consumer of a tracker.
 
-    Only the training thread may call the methods. ``Publisher(...)`` documents the other arguments and the errors.
+    Only the training thread may call the methods. For the arguments not listed here and the errors, see ``Publisher``.
 
     Args:
-        exchange: communication with the other ranks. Only rank 0 writes replicated tables and dense tensors.
-        recovery: objects whose states are written with each version, together with the states of the fused optimizers;
-            None for versions without states.
+        exchange: communication with the other ranks.
+        recovery: training state to publish with each version; None to publish versions without states.
 
     Attributes:
-        tables: schema and rows of this rank's tables.
-        find_dense: function that returns the dense tensors that this rank writes, by name; None if none are published.
-        is_repairing: True if the next delta must contain all pending rows despite ``top_k``, to repair earlier
-            versions.
+        tables: tables of this rank, which provide the schema and copies of rows.
+        find_dense: function that returns the dense tensors that this rank writes, by name; None if no dense tensors are
+            published.
+        is_repairing: True if the next delta must contain all pending rows despite ``top_k``, because it repairs
+            versions that were published after the loaded checkpoint.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class TrackerReader:
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the next version must be a snapshot. Call :meth:`batch_and_schema` first to detect new shards."""
+        """True if the next version must be a snapshot. Call :meth:`batch_and_schema` first to detect changed tables."""
         return not self._has_snapshot or self.handle.needs_snapshot or self.tables.latest != self.tables.published
 
     @property
     def has_changes(self) -> bool:
-        """True if a snapshot is needed, if rows are pending, or if there may be changes that only :meth:`cut` can find.
+        """True if a snapshot is needed, if rows are pending, or if :meth:`cut` may find changes that were not recorded.
 
         Waits for the device.
         """
@@ -110,15 +110,15 @@ class TrackerReader:
         return self._progress() != self._progress_at_cut
 
     def batch_and_schema(self) -> tuple[int, RankSchema]:
-        """Return the number of batches that this rank has trained on, and its schema."""
+        """Return the number of batches that this rank has trained on, and the schema of this rank's tables."""
         return self.tracker.num_batches, self.tables.current()
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
-        """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
+        """Make rows pending that were published after the loaded checkpoint, so that the next version repairs them.
 
-        A collective. If a rank has not loaded a checkpoint or cannot find these rows, or if the versions have states
-        and the model was not restored from a stream, the next version must be a snapshot instead. Rank 0 logs how the
-        model differs from the stream. Raises the errors of :meth:`Coordinator.check_same_store`.
+        A collective. The next version must be a snapshot instead if a rank has not loaded a checkpoint or cannot find
+        these rows, or if versions contain states and the model was not restored from a stream. Rank 0 logs differences
+        between the model and the stream. Raises the same errors as :meth:`Coordinator.check_same_store`.
         """
         tracker = self.tracker
         rows: dict[str, Tensor] | None = None
@@ -150,7 +150,8 @@ class TrackerReader:
     def copy(self) -> list[BlockRows]:
         """Start a snapshot: begin to track later changes, and return all rows of the tables with a fused optimizer.
 
-        Each chunk of rows is copied when it is read.
+        Changes after this call are tracked separately and read by :meth:`cut`. The rows are copied in chunks when they
+        are read.
         """
         if self.handle.needs_snapshot:
             # The pending rows were dropped: until this snapshot is committed, a resumed trainer needs a snapshot too.
@@ -165,18 +166,20 @@ class TrackerReader:
             return self.tables.whole(self.tracker.live.fused_tables, self.tracker.live.owner_views())
 
     def cut(self, kind: Kind, copied: Part | None, *, is_complete: bool = False) -> tuple[Draft, Delta]:
-        """Read the rows of a version with their current values.
+        """Read the rows of a version, and start copying their current values.
 
-        The read of a delta with ``top_k`` is a collective. A rank that fails before the read must call
+        With ``top_k``, reading a delta is a collective. A rank that fails before the read must call
         :meth:`fail_expected_read`.
 
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
-            copied: for a snapshot, the part with the rows that :meth:`copy` returned; None if there are no such rows.
-            is_complete: for a delta, True to read all changed rows despite ``top_k``. Must be the same on every rank.
+            copied: for a snapshot, the part that contains the rows returned by :meth:`copy`; None if there are no such
+                rows.
+            is_complete: for a delta, True to read all changed rows despite ``top_k``. It must be the same on every
+                rank.
 
         Returns:
-            The contents of the version, and the uncommitted read for :meth:`end`.
+            This rank's data for the version, and the read to pass to :meth:`end`.
 
         Raises:
             InvalidArgumentError: if the tables were resharded while the version was copied.
@@ -225,24 +228,24 @@ class TrackerReader:
         return draft, read
 
     def expect_read(self, *, is_complete: bool) -> None:
-        """Record that all ranks begin a delta. With ``top_k``, the other ranks will wait for this rank's read."""
+        """Record that all ranks start a delta. With ``top_k``, the other ranks then wait for this rank's read."""
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def can_read(self, kind: Kind, *, is_complete: bool) -> bool:
-        """Return False if the read is a collective in which this rank has already taken part."""
+        """Return True if :meth:`cut` can read rows, or False if it would repeat this rank's part in a collective."""
         return kind == "snapshot" or is_complete or self._top_k is None or self._ranks.is_expected
 
     def fail_expected_read(self) -> None:
-        """Make the read with ``top_k`` fail on all ranks if the other ranks wait for this rank's read.
+        """Make the read with ``top_k`` fail on all ranks, if the other ranks wait for this rank to read its rows.
 
-        If this rank fails before its read, call this method before any other collective.
+        If this rank fails before it reads its rows, call this method before any other collective.
         """
         if self._ranks.is_expected and self._top_k is not None:
             with suppress(_UnreadError, RankLostError):  # a lost rank is reported by the next collective
                 choose(self._top_k, _UnreadError(), list(self.tracker.shards), self._ranks)
 
     def end(self, read: Delta | None, committed: Manifest | None) -> None:
-        """Commit the read that :meth:`cut` returned. If ``committed`` is None, abort it: its rows stay pending."""
+        """Commit ``read``, a result of :meth:`cut`. If ``committed`` is None, abort it: its rows stay pending."""
         if committed is None:
             self._progress_at_cut = None
         else:  # first, so that the flags are equal on all ranks even if the code below fails
@@ -265,8 +268,8 @@ class TrackerReader:
     def close(self, *, removes_position: bool) -> None:
         """Release the consumer.
 
-        If ``removes_position`` is True, also remove the consumer's stream position from the tracker's state. Pass True
-        to close a publisher, and False if the publisher could not be built.
+        If ``removes_position`` is True, the consumer's stream position is removed from the tracker's state. Pass True
+        to close a publisher, and False if the publisher could not be created.
         """
         if removes_position and not self.handle.is_released:  # an earlier call may have been interrupted
             self.handle.annotate(None)
@@ -287,7 +290,7 @@ class TrackerReader:
 
 
 class _UnreadError(Exception):
-    """Error of a rank that failed or was interrupted before it read its rows."""
+    """Error of a rank that failed, or was interrupted, before it read its rows."""
 
 
 def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, SelectedRows]:
@@ -301,7 +304,7 @@ def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Se
 
 
 def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseChoice:
-    """Return ``dense`` in a form that can be iterated repeatedly, or the whole model if ``dense`` is True."""
+    """Return ``dense`` in a form that can be iterated repeatedly. If ``dense`` is True, return the model."""
     if dense is True:
         return live.model
     if isinstance(dense, Mapping):
@@ -323,7 +326,7 @@ def warn_of_dense(live: LiveTables) -> None:
 def published_dense(live: LiveTables, choice: DenseChoice) -> dict[str, Tensor]:
     """Return the chosen dense tensors by name, without copying them.
 
-    Raises InvalidArgumentError if a tensor is not in the model, or its dtype or number of dimensions is unsupported.
+    Raises InvalidArgumentError if a tensor is not in the model, or if its dtype or number of dimensions is unsupported.
     """
     found = dense_tensors(live.model, choice, tables=live.tables)
     for name, tensor in found.items():

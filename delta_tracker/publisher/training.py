@@ -2,23 +2,23 @@
 
 The state is a dict with these keys:
 
-- ``library``: the part that the library itself restores, a dict with these keys:
+- ``library``: state that the library itself restores, a dict with these keys:
 
-  - ``kernels``: FQN of each fused table to the scalars of its kernel, such as ``iter`` and ``lr``.
-  - ``shards``: FQN of each other table to this rank's block: ``rows``, ``columns`` and ``replicated``.
-  - ``dense``, only on rank 0: name to dense tensor; ``buffers``, only on other ranks: name to buffer. Both omit tensors
-    that the version contains.
+  - ``kernels``: scalars of the kernel of each fused table, such as ``iter`` and ``lr``, by FQN.
+  - ``shards``: this rank's block of each non-fused table, by FQN. A block has ``rows``, ``columns`` and ``replicated``.
+  - ``dense``, only on rank 0: dense tensors by name. ``buffers``, only on the other ranks: buffers by name. Tensors
+    that the parts of the version contain are omitted.
   - ``publisher``: name of the publisher's consumer.
-  - ``consumers``: name of each other consumer of the tracker to a dict. ``version`` is the newest version whose cut the
-    consumer has read up to; None if there is none. ``left_out`` maps FQN to the global ids of rows that changed earlier
-    but are still pending for the consumer. ``place`` is the stream position of the consumer's own publisher, if there
-    is one, see :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
-  - ``collisions``: FQN of each table with managed collisions to the state of its module on this rank, see
+  - ``consumers``: a dict for each other consumer of the tracker, by name. ``version`` is the newest version of which
+    the consumer has read all rows; None if there is no such version. ``left_out`` contains the global ids of rows of
+    earlier versions that are still pending for the consumer, by FQN. ``place``, if the consumer has a publisher, is the
+    stream position of this publisher; see :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
+  - ``collisions``: this rank's state of the module of each table with managed collisions, by FQN; see
     :func:`~delta_tracker.sharding.collision_states.collision_state`.
-  - ``batches``: number of steps of the tracker.
-  - ``parameters``: name of each torch optimizer in ``training`` or ``rank`` to the result of :func:`group_names`.
+  - ``batches``: number of calls of ``tracker.step()``.
+  - ``parameters``: result of :func:`group_names` for each torch optimizer in ``training`` or ``rank``, by name.
 
-- ``training``, empty except on rank 0, and ``rank``: states of the user's objects by name.
+- ``training`` and ``rank``: states of the user's objects, by name. ``training`` is empty on ranks other than rank 0.
 - ``data``: state of the :class:`~delta_tracker.DataPosition`; None if there is none.
 """
 
@@ -58,12 +58,12 @@ _AGAIN_SECONDS = 0.05
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Interface of an object with a state, such as an optimizer, a learning rate scheduler or a gradient scaler."""
+    """Interface of objects that can save and load a state, such as optimizers, schedulers and gradient scalers."""
 
     def state_dict(self) -> Any:  # noqa: ANN401  torch's classes return dicts of different types
         """Return the state. :mod:`delta_tracker.stream.format.state_tree` lists the supported types.
 
-        Must not call a collective.
+        The method must not call a collective.
         """
 
     def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401
@@ -73,24 +73,24 @@ class Stateful(Protocol):
 @refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """Training state that a publisher writes with each version, and from which a restore or a standby continues.
+    """Training state that a publisher writes with each version. A restore or a standby continues from this state.
 
-    Pass the same names to the publisher, the restore and the standby. Besides the states of the named objects, a
-    version contains the states of the fused optimizers for its rows, the dense tensors and the position in the data.
+    Pass the same names to the publisher, the restore and the standby. Besides the states of these objects, a version
+    contains the dense tensors, the position in the training data, and the states of the fused optimizers for the
+    version's rows.
 
     Args:
-        training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
-            learning rate scheduler. Rank 0's state is published. The publisher logs a warning that lists the trainable
-            dense parameters that no optimizer in ``training_state`` or ``rank_state`` updates.
-        rank_state: name to object whose state differs between the ranks. Each rank's state is published. A restore with
-            another number of ranks calls the object's ``load_rank_states(states)`` with the states of all ranks.
-        heartbeat_seconds: time between two heartbeats, by which a standby detects that training has stopped. Rank 0
-            writes heartbeats in a background thread, only while methods of the publisher are called. None disables
-            heartbeats.
+        training_state: objects by name whose state is the same on all ranks, such as the dense optimizer and the
+            learning rate scheduler. The state on rank 0 is published. The publisher logs a warning if a trainable dense
+            parameter belongs to no optimizer in ``training_state`` or ``rank_state``.
+        rank_state: objects by name whose state differs between ranks. The state on each rank is published. A restore on
+            a different number of ranks calls ``load_rank_states(states)`` of the object with the states of all ranks.
+        heartbeat_seconds: interval between heartbeats, which tell a standby that training is alive. Rank 0 writes them
+            in a background thread, only while methods of the publisher are called. None disables heartbeats.
 
     Raises:
-        InvalidArgumentError: if an argument is invalid, a name is used twice or reserved, or an object has no
-            ``state_dict`` and ``load_state_dict``.
+        InvalidArgumentError: if an argument is invalid, if a name is reserved or used twice, or if an object has no
+            ``state_dict`` or no ``load_state_dict``.
 
     Example:
         >>> optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
@@ -125,12 +125,12 @@ def check_recovery(recovery: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TakenState:
-    """Training state at a cut. Its tensors have not been copied.
+    """Training state at a cut, before its tensors are copied.
 
     Args:
-        tree: the state. Pass the copies of ``selections`` to :meth:`StateTree.buffers`.
+        tree: structure of the state. To encode it, pass the copies of ``selections`` to :meth:`StateTree.buffers`.
         event_time: event time in seconds of the last batch trained on; None if unknown.
-        selections: tensors of the state. Copy them together with the rows, before training continues.
+        selections: tensors of the state, which must be copied before training continues.
     """
 
     tree: StateTree
@@ -139,19 +139,18 @@ class TakenState:
 
 
 class TrainingCuts:
-    """Source of this rank's training state at each cut.
+    """Collector of this rank's training state at each cut.
 
-    The constructor reads the state once, so that an invalid state is rejected before the first version.
+    The constructor collects the state once, to reject an invalid state before the first version.
 
     Args:
-        progress: progress of the training, with the position in the training data.
+        progress: progress of training, which includes the position in the training data.
         handle: the publisher's consumer.
-        recovery: the user's objects. They must include all non-fused optimizers of tables, because updates of optimizer
-            states cannot be found by comparing rows.
+        recovery: objects whose states are collected. They must include the non-fused optimizers of all tables.
 
     Raises:
-        InvalidArgumentError: if a state cannot be encoded, or if an optimizer does not save its parameter groups.
-        UnsupportedModelError: if a non-fused optimizer of a table is missing.
+        InvalidArgumentError: if a state cannot be encoded, or does not contain the parameter groups of its optimizer.
+        UnsupportedModelError: if ``recovery`` lacks the non-fused optimizer of a table.
     """
 
     def __init__(
@@ -177,15 +176,15 @@ class TrainingCuts:
             _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
 
     def begin(self, meanwhile: ConsumerHandle | None) -> None:
-        """Wait for updates in progress, and find tables whose states were written in place since the last cut.
+        """Prepare a cut: wait for updates in progress, and find tables whose states were written in place.
 
-        All rows of these tables become pending for the publisher's consumer and for ``meanwhile``, the consumer that
-        tracks changes while a snapshot is copied.
+        All rows of these tables become pending for the publisher's consumer. They also become pending for
+        ``meanwhile``, the consumer that tracks changes while a snapshot is copied.
 
         Raises:
-            UnfinishedStepError: if an update is still in progress after the wait, or rows were updated since the last
-                step of the tracker.
-            InvalidArgumentError: if the data position does not advance with training.
+            UnfinishedStepError: if an update is still in progress after the wait, or if rows were updated since the
+                last ``tracker.step()``.
+            InvalidArgumentError: if the position in the training data does not advance during training.
         """
         progress = self._progress
         seconds = _AGAIN_SECONDS if self._waited_in_vain else _UPDATE_SECONDS
@@ -210,10 +209,10 @@ class TrainingCuts:
                     handle.make_pending(fqn, every)
 
     def take(self, published: Collection[str] = ()) -> TakenState:
-        """Return the training state of this rank. Call it in the training thread, at the cut of a version.
+        """Return the training state of this rank. Call it in the training thread when the rows of a version are read.
 
-        Omits the dense tensors named in ``published``, which the version already contains. Raises InvalidArgumentError
-        with the path of a value that cannot be encoded, and propagates errors of ``state_dict`` methods.
+        Dense tensors whose names are in ``published`` are omitted. Raises InvalidArgumentError, which names the value,
+        if a value cannot be encoded. Errors of ``state_dict()`` are propagated.
         """
         position = self._progress.data_position
         training, rank = _states("training_state", self._training), _states("rank_state", self._rank)
@@ -232,7 +231,7 @@ class TrainingCuts:
         return TakenState(tree, None if position is None else position.event_time, selections)
 
     def add(self, position: int, version: int) -> None:
-        """Record that ``version``, whose read ended at ``position`` in the change log, was committed."""
+        """Record that ``version`` was committed. Its rows were read up to ``position`` in the change log."""
         self._cuts.append((position, version))
 
     def _consumers(self) -> dict[str, dict[str, object]]:
@@ -275,7 +274,7 @@ class TrainingCuts:
 
 
 def check_recoverable(live: LiveTables, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:
-    """Raise an error if versions with these encodings and ``top_k`` cannot contain the complete training state."""
+    """Raise an error if ``encodings``, ``top_k`` or a table prevents versions from containing the training state."""
     if top_k is not None:
         raise InvalidArgumentError("top_k", top_k, "Pass None: a version with states has all changed rows")
     for fqn, table in live.tables.items():
@@ -313,11 +312,11 @@ def _states(argument: str, objects: Mapping[str, Stateful]) -> dict[str, object]
 def group_names(
     optimizer: object, state: object, names: Mapping[int, Sequence[str]]
 ) -> list[list[Sequence[str]]] | None:
-    """Return the names of the parameters of each group of an optimizer, in the order in which ``state`` numbers them.
+    """Return the names of an optimizer's parameters by group, in the order in which ``state`` numbers the parameters.
 
-    ``names`` is the result of :func:`~delta_tracker.sharding.dense.parameter_names`. A parameter outside the model has
-    its name in the group's ``param_names`` as its only name, or no name. Returns None for an object whose state
-    identifies parameters by name, such as TorchRec's optimizers.
+    ``names`` is the result of :func:`~delta_tracker.sharding.dense.parameter_names`. For a parameter outside the model,
+    the only name is the one in ``param_names`` of its group, if there is one. Returns None if ``state`` identifies
+    parameters by name, like the states of TorchRec's optimizers.
     """
     groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", None) or []
     numbered = state.get("param_groups") if isinstance(state, Mapping) else None

@@ -1,6 +1,6 @@
-"""State machine that writes a version, from the first vote to its completion: :class:`VersionStateMachine`.
+"""State machine that publishes a version, from the first vote to the result: :class:`VersionStateMachine`.
 
-The states of a version come first, then :func:`next_publish_step`, the pure function that selects the next step.
+The classes of states come first, then :func:`next_publish_step`, a pure function that selects the next step.
 """
 
 import logging
@@ -28,13 +28,14 @@ Publishes: TypeAlias = Literal["delta", "snapshot", "flush"]
 
 @dataclass(slots=True)
 class Copying:
-    """State before the cut of a snapshot: all rows of the tables with a fused optimizer are being copied and written.
+    """State of a snapshot before its cut: all rows of the tables with a fused optimizer are being copied and written.
 
-    The rows that change in the meantime are read at the cut.
+    Rows that change in the meantime are read at the cut.
 
     Args:
         after: number of the vote that started the copy.
-        job: future of the part with the copied rows; None until the copy has begun. An interrupt may delay its start.
+        job: future of the part that contains the copied rows. None if copying has not begun, for example after an
+            interrupt.
     """
 
     after: int
@@ -42,23 +43,23 @@ class Copying:
 
     @property
     def is_working(self) -> bool:
-        """True until the copied rows have been written."""
+        """True until all copied rows have been written."""
         return self.job is None or not self.job.done()
 
 
 @dataclass(slots=True, kw_only=True)
 class Cut:
-    """State after the cut, in which the publisher's threads complete the version.
+    """State of a version after the decision to cut: this rank reads its rows, and background threads write them.
 
     Args:
-        after: number of the vote that decided on the cut, the same on all ranks.
+        after: number of the vote in which the ranks decided on the cut. It is the same on all ranks.
         kind: ``"snapshot"`` or ``"delta"``.
-        batch: number of the batch at the cut.
+        batch: number of batches trained on at the cut.
         is_complete: for a delta, True to read all changed rows despite ``top_k``.
-        copied: future of the part with the copied rows of a snapshot; None for a delta.
-        outcome: future of the result.
-        is_tried: True once this rank has started to read its rows. The read may have been interrupted.
-        is_started: True once the threads have received this rank's contents.
+        copied: future of the part that contains the copied rows of a snapshot; None for a delta.
+        outcome: future of the result of the version.
+        is_tried: True if this rank has started reading its rows.
+        is_started: True if the background threads have received this rank's data.
     """
 
     after: int
@@ -73,13 +74,14 @@ class Cut:
 
 @dataclass(slots=True)
 class Call:
-    """Call of ``publish()``, ``snapshot()`` or ``flush()``. After an interrupt, repeating the call continues it.
+    """Progress of a call of ``publish()``, ``snapshot()`` or ``flush()``, so that the call can be repeated to continue.
 
     Args:
-        name: what the call publishes.
-        batch: number of the batch at which the method was called.
-        last: number of the last vote of ``step()`` if that vote was not counted before this call; otherwise None.
-        voted: number of votes that this rank had sent before this call's own vote; None until that vote is due.
+        name: kind of the call.
+        batch: number of batches trained on when the method was called.
+        last: number of the last vote of ``step()`` if it had not been counted when the method was called; otherwise
+            None.
+        voted: number of votes that this rank had sent when the vote of this call became due; None until then.
     """
 
     name: Publishes
@@ -90,7 +92,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """State after the version has been completed or has failed on this rank. Other ranks may still be working on it."""
+    """State of a version that this rank has completed or that has failed. Other ranks may still be completing it."""
 
     after: int
     outcome: Outcome
@@ -101,7 +103,7 @@ Flight: TypeAlias = Copying | Cut | Ended
 
 
 class Step(Enum):
-    """Next action of all ranks, decided from their votes."""
+    """Next action of all ranks, which depends on their votes."""
 
     WAIT = "a rank is still working"
     CUT = "the copies of all ranks are written"
@@ -119,7 +121,7 @@ _ENOUGH: Mapping[Publishes, Collection[Step]] = {
 
 
 def next_publish_step(flight: Flight | None, votes: int, most: Vote) -> Step:
-    """Return the next action of all ranks after vote number ``votes``. ``most`` contains each field's maximum."""
+    """Return the next action of all ranks after vote ``votes``. ``most`` contains the maximum of each field."""
     if flight is not None and flight.after == votes:  # an interrupt came after these votes had been acted on
         return Step.WAIT
     if most.is_working or isinstance(flight, Cut):
@@ -133,15 +135,14 @@ def next_publish_step(flight: Flight | None, votes: int, most: Vote) -> Step:
 
 @dataclass(slots=True, eq=False)
 class VersionStateMachine:
-    """State machine that advances this rank's version from the votes of all ranks to its result.
+    """State machine that publishes versions on this rank, according to the votes of all ranks.
 
-    Only the training thread may call the methods. All ranks begin a version and make its cut after the same votes, and
-    thus at the same batch. An exception such as KeyboardInterrupt may end any method. The next call then counts the
-    same votes again, and continues. If this rank can no longer read its rows at the batch of the cut, the version fails
-    on all ranks.
+    Only the training thread may call the methods. All ranks start and cut a version after the same votes, and therefore
+    at the same batch. If a method is interrupted, for example by Ctrl-C, the next call counts the same votes again and
+    continues. If this rank can no longer read its rows at the batch of the cut, the version fails on all ranks.
 
     Args:
-        pace: progress towards the bounds of the cadence; None if :meth:`step` does not begin versions.
+        pace: progress towards the bounds of the cadence; None if :meth:`step` does not start versions.
         beats: writer of the publisher's heartbeats; None for no heartbeats.
     """
 
@@ -159,11 +160,11 @@ class VersionStateMachine:
 
     @property
     def has_cadence(self) -> bool:
-        """True if :meth:`step` can begin a version."""
+        """True if :meth:`step` can start a version."""
         return self._pace is not None
 
     def count_call(self) -> None:
-        """Count a call of ``Publisher.step()``, after which a vote may be due."""
+        """Count a call of ``Publisher.step()``. A vote may be due afterwards."""
         self._call = None
         self._exchange.count_call()
 
@@ -172,7 +173,7 @@ class VersionStateMachine:
         self._call = None
 
     def step(self) -> None:
-        """Send the votes that are due, and act on the votes that were sent before."""
+        """Act on the votes that were sent before, and send the votes that are due."""
         exchange = self._exchange
         while exchange.num_owed:  # several votes if the other ranks are ahead
             if exchange.pending is not None:
@@ -186,13 +187,13 @@ class VersionStateMachine:
                 self._count()
 
     def finish(self) -> None:
-        """Complete the version in progress, if there is one, and report the result."""
+        """Complete the version in progress, if there is one, and report its result."""
         self.step()
         self._complete()
         self._exchange.send_owed_message()
 
     def publish(self, name: Publishes) -> None:
-        """Publish what the call ``name`` requires, and report the result. First completes a version in progress."""
+        """Complete a version in progress, publish a version as required by ``name``, and report the results."""
         batch = self._reader.tracker.num_batches
         if self._call is None or (self._call.name, self._call.batch) != (name, batch):
             self._call = Call(name, batch)
@@ -218,7 +219,7 @@ class VersionStateMachine:
         self.write_heartbeat_if_due()
 
     def write_heartbeat_if_due(self) -> None:
-        """Write a heartbeat if one is due, unless this publisher can no longer publish."""
+        """Start writing a heartbeat if one is due and this publisher can still publish versions."""
         if self._beats is not None and not self._reports.is_over:
             self._beats.write_if_due(self._writer.head)
 
