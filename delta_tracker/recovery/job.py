@@ -1,8 +1,8 @@
-"""Objects of a job that a restore loads on this rank, and their comparison with a version.
+"""Compare the objects of a job with the states in a version, and load the states into the objects.
 
 :func:`check_fit` is needed because ``torch.optim.Optimizer.load_state_dict`` compares only the number of groups and of
-parameters, and the ``load_state_dict`` of a scheduler compares nothing. Both would load the state of another class, and
-the next step would raise an error or give wrong results.
+parameters, and the ``load_state_dict`` of a scheduler compares nothing. Both would load the state of a different class,
+and the next step would raise an error or give wrong results.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ _CLASS_KEY = "decoupled_weight_decay"  # the only difference between the groups 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalJob:
-    """Objects of the training job on this rank, as passed to :func:`~delta_tracker.recovery.restore.restore`."""
+    """Arguments of :func:`~delta_tracker.recovery.restore.restore` that describe the job, with the job's rank."""
 
     model: nn.Module
     tracker: ModelDeltaTracker | None
@@ -62,12 +62,12 @@ class LocalJob:
 
     @property
     def omissions(self) -> str:
-        """String of ``ignore`` and ``on_model_change``, to check that these arguments are the same on all ranks."""
+        """Text of ``ignore`` and ``on_model_change``. Ranks compare it to check that these arguments are equal."""
         ignore = f"ignore={sorted(map(str, self.ignore))}"
         return ignore if self.on_model_change == "stop" else f"{ignore}, on_model_change={self.on_model_change!r}"
 
     def check(self) -> None:
-        """Raise InvalidArgumentError if an argument of the restore call is invalid."""
+        """Raise InvalidArgumentError if a field is invalid."""
         if not isinstance(self.model, nn.Module):
             raise InvalidArgumentError("model", type(self.model), "Pass a module")
         if isinstance(self.ignore, str) or not isinstance(self.ignore, Collection):
@@ -94,7 +94,7 @@ class LocalJob:
             raise InvalidArgumentError("batches ahead", data.num_ahead, remedy)
 
     def check_tracker(self, shards: Mapping[str, LocalShard]) -> None:
-        """Check that the tracker's shards are ``shards``, no consumer is reserved, and no update is in progress."""
+        """Check that the tracker has these ``shards``, no reserved consumer, and no update in progress."""
         if self.tracker is None:
             return
         for fqn, spec in self.tracker.shards.items():
@@ -113,7 +113,7 @@ class LocalJob:
                     raise InvalidArgumentError("model", error.reason, remedy) from error
 
     def load(self, states: TrainingStates, ignore: Collection[str], parameters: Parameters) -> None:
-        """Load the training states of a version into all objects that are not in ``ignore``."""
+        """Load the training states of a version into the job's objects, except those whose names are in ``ignore``."""
         await_stashes()
         for name, each in self.recovery.training_state.items():
             if name not in ignore:
@@ -138,7 +138,7 @@ class LocalJob:
             raise RankFailedError(self.rank, reason, "restore") from error
 
     def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> "Job":
-        """Return a description of the job. ``shards`` are its shards by FQN, ``dense`` its dense tensors by name."""
+        """Return a description of the job. Its ``shards`` are keyed by FQN, its ``dense`` tensors by name."""
         objects = self.recovery.rank_state.items()
         rank = {name: callable(getattr(each, "load_rank_states", None)) for name, each in objects}
         return Job(
@@ -153,10 +153,10 @@ class LocalJob:
 
 
 def check_warm(model: nn.Module) -> None:
-    """Raise InvalidArgumentError if a ``DistributedDataParallel`` in the model may still reorder its buckets.
+    """Raise InvalidArgumentError if a ``DistributedDataParallel`` module may still reorder its gradient buckets.
 
-    The buckets are reordered after the first backward pass, or after the second with ``static_graph``. With three or
-    more ranks, a different order changes the summed gradients.
+    The buckets are reordered after the first backward pass, or with ``static_graph``, after the second one. With three
+    or more ranks, the sums of gradients depend on the order of the buckets.
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and _may_reorder(module):
@@ -178,13 +178,14 @@ def spec_of(tensor: Tensor) -> DenseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Description of a version's contents, to compare with a :class:`Job`. Mappings are by FQN or name.
+    """Contents of a version, for the comparison with a :class:`Job`. Mappings are keyed by FQN or name.
 
     Args:
         states: optimizer states of each table with a fused optimizer.
-        unfused: this rank's saved shard of each non-fused table, or any rank's shard if the world size differs.
-        training: names of the training states that all ranks share.
-        rank: names of the states that differ by rank, including :data:`DATA` if a position in the data was saved.
+        unfused: saved shard of each table without a fused optimizer: this rank's shard, or any shard if the world size
+            changed.
+        training: names of the training states that are the same on all ranks.
+        rank: names of the per-rank states, including :data:`DATA` if the position in the training data was saved.
     """
 
     tables: Mapping[str, TableSpec]
@@ -198,14 +199,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Description, on this rank, of the job that restores a version. Mappings are by FQN or name.
+    """Contents of the job that restores a version, on this rank. Mappings are keyed by FQN or name.
 
     Args:
         fused: FQNs of the tables with a fused optimizer.
-        states: optimizer states of each table with a fused optimizer and rows on this rank.
-        training: names of the objects whose state all ranks share.
-        rank: for each object with a state that differs by rank, True if it can load the states of another number of
-            ranks. The key of the position in the data is :data:`DATA`.
+        states: optimizer states of each table that has a fused optimizer and rows on this rank.
+        training: names of the objects whose state is the same on all ranks.
+        rank: names of the objects with per-rank states, including :data:`DATA` for the position in the training data.
+            The value is True for an object that can load the states of a different number of ranks.
     """
 
     shards: Mapping[str, ShardSpec]
@@ -218,10 +219,10 @@ class Job:
 
 
 def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: Collection[str] = ()) -> None:
-    """Check that a version and a job have the same tables, tensors and states, except for the names in ``ignore``.
+    """Check that a version and a job have the same tables, tensors and states, except those named in ``ignore``.
 
-    The optimizer states of the tables in ``stateless`` are not compared. Raises RestoreMismatchError if the version and
-    the job differ, and InvalidArgumentError if a name in ``ignore`` is in neither of them.
+    The optimizer states of the tables in ``stateless`` are not compared. Raises RestoreMismatchError if they differ,
+    and InvalidArgumentError if a name in ``ignore`` is unknown.
     """
     found = (saved.tables, saved.dense, saved.training, saved.rank, job.shards, job.dense, job.training, job.rank)
     known = {name for names in found for name in names}
@@ -253,7 +254,7 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: C
 
 
 def check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
-    """Check that the optimizer states of the table ``fqn`` in the version fit the table's optimizer in the job."""
+    """Check that the job's optimizer of the table ``fqn`` can load the saved optimizer states."""
     expected, shard = saved.states.get(fqn), job.shards[fqn]
     optimizer = f"the optimizer of {fqn!r}"
     is_fused = fqn in job.fused
@@ -282,7 +283,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError for ``what`` if ``saved`` and ``found`` differ. Pass None for a missing value."""
+    """Raise RestoreMismatchError about ``what`` if ``saved`` and ``found`` differ. None represents a missing value."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)
@@ -313,10 +314,9 @@ def check_objects(
     ignore: Collection[str],
     parameters: Parameters,
 ) -> None:
-    """Check that the optimizers and schedulers in ``objects`` can load the saved states of ``rank``. Reads no tensors.
+    """Check that the optimizers and schedulers in ``objects`` can load the states that ``rank`` saved.
 
-    ``argument`` is ``"training_state"`` or ``"rank_state"``. ``states`` must contain a state of each object that is not
-    in ``ignore``; this is not checked here.
+    ``argument`` is ``"training_state"`` or ``"rank_state"``. Objects whose names are in ``ignore`` are skipped.
     """
     for name, each in objects.items():
         if name in ignore:

@@ -1,4 +1,4 @@
-"""Differences between a version and a job whose model or optimizers were changed: :func:`model_change_of`."""
+"""Differences between a version and a job whose model or optimizers have changed: :func:`model_change_of`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +15,16 @@ from delta_tracker.types import TableSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChange:
-    """Parts of the version and of the job that a restore leaves out.
+    """Parts of a version and of a job that a restore skips because they do not match.
 
     Args:
-        tables: spec of each table of the version, by FQN. The specs of restored tables have the job's number of rows.
-        stateless: FQNs of the tables whose rows are restored without their optimizer states.
-        ignore: names of everything that is not restored.
-        differences: messages, one for each item that is not restored or only partly restored.
-        parameters: parameters of the job's model, to match those of torch optimizers.
-        unloaded: names of ignored per-rank states for the user to load; empty if the number of ranks is the same.
+        tables: specs of the tables of the version, by FQN. For tables to restore, the number of rows is that of the
+            job.
+        stateless: FQNs of the tables whose rows are restored, but not the optimizer states.
+        ignore: names of all tables, dense tensors and states that are not restored.
+        differences: a message for each item that is not restored, or is restored in part.
+        parameters: parameters of the job's model, for matching the states of torch optimizers.
+        unloaded: names of ignored per-rank states that the user must load; empty if the number of ranks is unchanged.
     """
 
     tables: Mapping[str, TableSpec]
@@ -37,9 +38,9 @@ class ModelChange:
 def model_change_of(
     last: Manifest, saved: Saved, own: Job, job: LocalJob, states: TrainingStates, with_raw_ids: Collection[str]
 ) -> ModelChange:
-    """Return what a restore of ``last`` leaves out: ``job.ignore``, and all items that differ if the job continues.
+    """Return the parts of the version ``last`` and of the job that a restore skips.
 
-    A job continues if its ``on_model_change`` is "continue". The shapes of fused tables are not compared here.
+    These are the items in ``job.ignore`` and, if ``job.on_model_change`` is "continue", all items that differ.
     ``with_raw_ids`` contains the FQNs of the job's tables with managed collisions.
     """
     names = parameter_names(job.model)
@@ -85,7 +86,7 @@ def model_change_of(
 def _unfit_objects(
     job: LocalJob, states: TrainingStates, rank: int | None, left_out: Collection[str], parameters: Parameters
 ) -> dict[str, str]:
-    """Return the reasons why states of objects cannot be restored, by name. Skips the objects in ``left_out``."""
+    """Return the reason for each object whose state cannot be restored, by name. Skip the objects in ``left_out``."""
     found = {}
     for argument, source in (("training_state", 0), ("rank_state", rank)):
         for name, each in getattr(job.recovery, argument).items():

@@ -1,4 +1,4 @@
-"""Match the parameters of a torch optimizer with those of its saved state by name: :func:`matched`."""
+"""Match the parameters of a torch optimizer with the parameters in its saved state, by name: :func:`matched`."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -16,13 +16,13 @@ OUTSIDE = "a parameter outside the model"
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of a job's model.
+    """Parameters of a job's model, and how they differ from the parameters in a version.
 
     Args:
         names: result of :func:`~delta_tracker.sharding.dense.parameter_names`.
-        kept: names of the parameters whose states in a torch optimizer are not restored.
-        is_changed: True if a parameter that is not restored differs from the version.
-        is_moved: True if the parameters have another order in the version.
+        kept: names of the parameters whose optimizer states are not restored.
+        is_changed: True if a parameter that is not restored differs between the job and the version.
+        is_moved: True if the order of the parameters differs between the job and the version.
     """
 
     names: Mapping[int, Sequence[str]] = field(default_factory=dict)
@@ -33,13 +33,13 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class ParameterMatch:
-    """Match of parameters by name: ``saved`` and ``own`` map names to (group, number) in the respective state."""
+    """Positions of parameters in two optimizer states: ``saved`` and ``own`` map names to (group, number) pairs."""
 
     saved: Mapping[str, tuple[int, int]]
     own: Mapping[str, tuple[int, int]]
 
     def renumbered(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved ``state``, renumbered like ``own``. Other parameters keep their state in ``own``."""
+        """Return the saved ``state`` with parameters numbered as in ``own``. Use ``own`` for unmatched parameters."""
         sources, saved = {number: self.saved[name][1] for name, (_, number) in self.own.items()}, state["state"]
         values = {key: value for key, value in own["state"].items() if key not in sources}
         values |= {key: value for key, value in saved.items() if not isinstance(key, int)}
@@ -54,9 +54,9 @@ class ParameterMatch:
 def matched(
     optimizer: Stateful, own: Mapping[str, Any], states: TrainingStates, path: tuple[Any, ...], parameters: Parameters
 ) -> ParameterMatch | None:
-    """Match the parameters of ``own``, the state of ``optimizer`` in the job, with those of the state at ``path``.
+    """Match the parameters in ``own``, the job's state of ``optimizer``, with those in the saved state at ``path``.
 
-    Return None if either state has no names for the numbers of its parameters.
+    Return None if the names of the parameters are unknown for one of the states.
     """
     saved_names, own_names = states.parameters(*path), group_names(optimizer, own, parameters.names)
     if saved_names is None or own_names is None:

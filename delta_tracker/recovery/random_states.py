@@ -20,13 +20,13 @@ _LOADERS: dict[str, Callable[[Any], object]] = {
 class RandomStates:
     """States of the global random generators of torch (CPU and all CUDA devices), Python and numpy.
 
-    Pass an instance to a publisher and ``restore`` if training uses these generators, for example for dropout::
+    If training uses these generators, for example for dropout, pass an instance to the publisher and to ``restore``::
 
         rank_state = {"random": RandomStates()}
 
-    Creating an iterator of a torch data loader draws a number from torch's CPU generator. A resumed job creates one
-    more iterator than the original job. Therefore pass the loader its own ``generator``. Saving and restoring the
-    states of CUDA devices has not been tested on a GPU.
+    A torch data loader draws a number from torch's CPU generator whenever an iterator is created. A resumed job creates
+    one iterator more than the original job. Pass a separate ``generator`` to the loader to avoid this difference.
+    Saving and restoring the states of CUDA devices has not been tested on a GPU.
 
     Example:
         >>> import random
@@ -50,7 +50,8 @@ class RandomStates:
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  validated below
         """Restore ``state``, a result of :meth:`state_dict`.
 
-        Raises InvalidArgumentError, and changes nothing, if a state is invalid or the number of CUDA devices differs.
+        Raises InvalidArgumentError, without changing any state, if a state is invalid or the number of CUDA devices
+        differs.
         """
         if not isinstance(state, dict) or state.keys() != _LOADERS.keys():
             found = sorted(map(str, state)) if isinstance(state, dict) else type(state)

@@ -1,4 +1,4 @@
-"""Find the entries to apply to restore a version, and the rows that are pending for consumers afterwards."""
+"""Find the entries to apply for restoring a version, and the rows that are pending for consumers afterwards."""
 
 import logging
 
@@ -32,17 +32,17 @@ _logger = logging.getLogger(__name__)
 def recovery_path(
     log: StreamLog, version: int | None = None, *, applied: Manifest | None = None, avoid: Manifest | None = None
 ) -> list[Manifest]:
-    """Return the entries to apply in order to restore a version: a snapshot and the deltas after it.
+    """Return the entries to apply, in order, to restore a version: a snapshot and the deltas after it.
 
-    The last entry contains the training states. It is the newest entry up to ``version`` (by default, the newest in the
-    log) that is not a claim. All entries have the same tables and states. Where possible, the path contains a merged
-    entry instead of several versions. The path never contains ``avoid``, an entry that cannot be applied. Unreadable
-    merged entries are logged and skipped.
+    The last entry contains the training states. It is the newest snapshot or delta up to ``version``, or in the log if
+    ``version`` is None. All entries have the same tables and states. Where possible, a merged entry replaces several
+    versions. Unreadable merged entries are logged and skipped. ``avoid`` is an entry that cannot be applied, and is not
+    part of the result.
 
-    ``applied`` is the last entry or merged entry whose rows are already written to the model. If the version can be
-    reached from ``applied`` by deltas, the path starts with ``applied`` instead of a snapshot.
+    ``applied`` is the last entry, possibly merged, whose rows have already been written to the model. If deltas lead
+    from ``applied`` to the version, the result starts with ``applied`` instead of a snapshot.
 
-    Raises NotRecoverableError if there is no path. The ``version`` of the error is None if the stream has no version.
+    Raises NotRecoverableError if there are no such entries. Its ``version`` is None if the stream has no version yet.
     """
     head = log.head()
     if head is None:
@@ -101,14 +101,14 @@ def pending_rows(
     last: Manifest,
     shards: dict[str, ShardSpec],
 ) -> tuple[dict[str, dict[str, Tensor | None]], dict[str, object]]:
-    """Return the pending rows and the stream position of each consumer of a tracker after a restore of ``last``.
+    """Return the pending rows and the stream position of each consumer of ``tracker`` after a restore of ``last``.
 
-    Only the tables in ``shards`` are restored. All rows of other tables are pending.
+    ``shards`` contains the shards of the restored tables. All rows of other tables are pending.
 
     Returns:
-        Two mappings by consumer name: the pending rows by FQN, ``[N]`` int64 local ids, ascending and unique, or None
-        for all rows; and the stream position of the consumer's publisher, from which the publisher can continue with a
-        delta. A position is omitted if it differs between ranks or if the pending rows are unknown.
+        Two dicts by consumer name. The first contains the local ids of pending rows by FQN (``[N]`` int64, ascending
+        and unique), or None for all rows. The second contains the stream positions from which the consumers' publishers
+        can continue with a delta. It omits unknown positions.
     """
     publisher = states.publisher()
     if tracker is None:
@@ -136,11 +136,11 @@ def pending_rows(
 
 
 def rows_after(log: StreamLog, last: Manifest, version: int, shards: dict[str, ShardSpec]) -> dict[str, Tensor] | None:
-    """Return the rows of this rank's shards that changed in the versions after ``version`` up to ``last``.
+    """Return the rows of this rank's ``shards`` that are contained in the versions after ``version`` up to ``last``.
 
     Returns:
-        ``[N]`` int64 local ids, ascending and unique, by FQN. Tables without changed rows are omitted. None if one of
-        these versions is a snapshot, or is damaged or missing.
+        Local ids of the rows by FQN: ``[N]`` int64, ascending and unique. Tables without such rows are omitted. None if
+        one of these versions is a snapshot, damaged or missing.
     """
     found: dict[str, list[Tensor]] = {}
     link = last.link

@@ -1,4 +1,4 @@
-"""Compare a version with the job on this rank, and restore it: :func:`prepare` and :class:`Plan`."""
+"""Check that a version fits the job on this rank, and restore the version: :func:`prepare` and :class:`Plan`."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,20 +35,22 @@ from delta_tracker.types import ShardSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """Plan of all writes of a restore on this rank, returned by :func:`prepare`.
+    """Everything that a restore reads and writes on this rank, returned by :func:`prepare`.
 
     Args:
         path: entries to apply, in order. The last entry contains the training states.
-        continues: True if the rows of the first entry are already in the model.
-        shards: shard of each table to restore, by FQN.
-        targets: memory of each table and state table, by name.
-        scalars: iteration counters and hyperparameters of each table's kernel, by FQN.
-        collisions: managed-collision module of each table and its saved states, by FQN.
-        held: the model's dense tensors to write to, by name.
+        continues: True if the rows of the first entry have already been written to the model.
+        shards: shards of the tables to restore, by FQN.
+        targets: memory to write to, by name of the table or state table.
+        scalars: iteration counters and hyperparameters to restore in the kernel of each table, by FQN.
+        collisions: managed-collision module of each table, and the saved states to load, by FQN.
+        held: dense tensors of the model to write to, by name.
         names: names of the dense tensors to read from the parts of the last entry.
-        dense: values of the other dense tensors, by name: dense tensors of rank 0, then buffers of this rank.
+        dense: values of the dense tensors that are stored in the training states, by name. They include this rank's
+            buffers.
         consumers: result of :func:`pending_rows`.
-        rerouted: FQNs of the tables whose buckets, which map unknown raw ids to rows, differ from the version's.
+        rerouted: FQNs of the tables whose buckets, which map unknown raw ids to rows, differ between the job and the
+            version.
         change: parts of the version and of the job that are not restored.
     """
 
@@ -69,16 +71,16 @@ class Plan:
 
     @property
     def last(self) -> Manifest:
-        """Entry with the training states: the version to restore."""
+        """Entry to restore, which contains the training states."""
         return self.path[-1]
 
     @property
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Block of each table to restore, by FQN."""
+        """Specs of the shards of the tables to restore, by FQN."""
         return {fqn: shard.spec for fqn, shard in self.shards.items()}
 
     def check_objects(self, others: Iterable[Stored]) -> None:
-        """Check that the objects that :meth:`write` reads, and ``others``, exist in the store with the right sizes."""
+        """Check the existence and sizes of ``others`` and of the objects that :meth:`write` reads from the store."""
         objects = [*self._objects(), *others]
         sizes: dict[str, int] = {}
         # In a local directory, a listing would also read the status of the files of all later versions.
@@ -93,7 +95,7 @@ class Plan:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Read the entries, and write the rows, optimizer states and dense tensors of the model."""
+        """Read the entries, and write the rows, optimizer states and dense tensors to the model."""
         writer = RowWriter(self.storage, self.shard_specs, self.targets)
         for entry in self.path[self.continues :]:
             writer.write(entry)
@@ -123,7 +125,7 @@ class Plan:
 
 
 def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
-    """Check that a job can be restored. Return its tables, and readers of this rank's raw ids by FQN."""
+    """Check that the model of a job can be restored. Return its tables, and readers of this rank's raw ids by FQN."""
     found = discover(job.model)
     owners = local_owners(job.model, found)
     refuse_unrecoverable(found, {fqn: each.module for fqn, each in owners.items()})
@@ -135,7 +137,7 @@ def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
 def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Manifest | None = None) -> Plan:
     """Check that the last entry of ``path`` fits the job, and return a plan for restoring it.
 
-    ``path`` is the result of :func:`recovery_path` with the same ``applied``.
+    ``path`` must be the result of :func:`recovery_path` for the same ``applied``.
     """
     last = path[-1]
     found, every_owner = check_model(job)
@@ -228,9 +230,9 @@ def _kernels(states: TrainingStates, shards: Mapping[str, LocalShard], own: int 
 def load_collisions(
     states: TrainingStates, owners: Mapping[str, LocalOwners], ranks: Iterable[int]
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
-    """Return the managed-collision module of each table in ``owners``, and the saved states of its slots, by FQN.
+    """Return the managed-collision module of each table in ``owners`` and the states saved for its slots, by FQN.
 
-    The states are read only from those of the saved ``ranks`` that had these slots.
+    ``ranks`` are the ranks that saved the version. Only the states of ranks that had these slots are read.
     """
     saved = {rank: states.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}
@@ -244,7 +246,7 @@ def load_collisions(
 
 
 def check_collisions(last: Manifest, owners: Collection[str], ignore: Collection[str]) -> None:
-    """Raise RestoreMismatchError if the tables with managed collisions in the version differ from ``owners``."""
+    """Raise RestoreMismatchError unless ``owners`` are the tables with managed collisions in the version ``last``."""
     if differing := sorted((last.identities.keys() ^ set(owners)) - set(ignore)):
         words = ["with" if differing[0] in each else "without" for each in (last.identities, owners)]
         raise RestoreMismatchError(f"table {differing[0]!r}", *(f"{word} managed collisions" for word in words))

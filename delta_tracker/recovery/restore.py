@@ -1,4 +1,4 @@
-"""Restore the complete state of a training job from a version of a stream: :func:`restore`."""
+"""Restore the state of a training job from a version of a stream: :func:`restore`."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -32,14 +32,14 @@ class Restored:
     """Description of a restored version, returned by :func:`restore`.
 
     Args:
-        stream: id of the stream, 32 hexadecimal digits.
-        num_batches: number of batches that the model had been trained on.
-        event_time: minimum over the ranks of the event time in seconds of the last batch trained on; None if unknown.
+        stream: id of the stream, a string of 32 hexadecimal digits.
+        num_batches: number of batches on which the restored model has been trained.
+        event_time: event time in seconds of the last batch trained on, as a minimum over the ranks; None if unknown.
         world_size: number of ranks of the job that published the version.
-        rank_states: name to state, for the states in ``ignore`` that differ between ranks, if the number of ranks
-            changed; otherwise empty. The caller loads them. Each value lists the states of all ranks of the job that
-            published the version, None for a rank without this state. The position in the data is called ``"data"``.
-        differences: with ``on_model_change="continue"``, a message for each item that was not restored completely.
+        rank_states: if the number of ranks changed, the per-rank states named in ``ignore``, for the caller to load;
+            otherwise empty. Each value lists the states of the ranks that published the version, in rank order, with
+            None for a rank without this state. The position in the training data is called ``"data"``.
+        differences: with ``on_model_change="continue"``, a message for each item that was not or not fully restored.
     """
 
     version: int
@@ -63,36 +63,38 @@ def restore(  # noqa: PLR0913  all but two have a default
     on_model_change: OnModelChange = "stop",
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Restored:
-    """Restore the training state of a version that a ``Publisher(..., recovery=...)`` published. A collective.
+    """Restore the training state from a version of a ``Publisher(..., recovery=...)``. A collective.
 
-    Call it on all ranks in the training thread, after building the model, the optimizers and the tracker, and before
-    building a publisher. If the model contains ``DistributedDataParallel``, first train two batches without a pipeline.
-    Training then continues from the version. The section "Continuous checkpoints" of ``guide/recover.md`` describes
-    which results are reproduced, and how the jobs may differ.
+    Training can then continue from this version. Call this function on all ranks in the training thread, after creating
+    the model, the optimizers and the tracker, and before creating a publisher. If the model contains
+    ``DistributedDataParallel``, first train on two batches without a pipeline. The section "Continuous checkpoints" of
+    ``guide/recover.md`` describes which results are reproduced, and how the two jobs may differ.
 
-    Each rank reads only the rows of its shards. All checks precede the first write. If the call is interrupted or
-    raises after the first write, the model raises :class:`~delta_tracker.errors.IncompleteModelError` when it is
-    called, until a restore completes.
+    Each rank reads only the rows of its shards. Nothing is written before all checks have succeeded. If the call fails
+    or is interrupted while it writes, calls of the model raise :class:`~delta_tracker.errors.IncompleteModelError`
+    until a restore completes.
 
     Args:
         model: the model.
-        url: url of the stream, or its :class:`~delta_tracker.stream.storage.storage.Storage`.
+        url: url or :class:`~delta_tracker.stream.storage.storage.Storage` of the stream.
         version: version to restore, the same on all ranks; None for the newest version.
         tracker: tracker of the model.
-        recovery: objects of this job to load, under the names that the publisher used; None for ``Recovery()``.
-        data: position in the training data. The call also attaches it to the tracker.
-        ignore: names not to restore, the same on all ranks: names of tables, dense tensors, training states and states
-            that differ by rank, in the version or in this job. The name of the position in the data is ``"data"``.
-        on_model_change: "stop" to raise an error if the version does not fit the job; "continue" to restore the parts
-            that both contain, see ``guide/recover.md``. Pass the same value on all ranks.
-        timeout: maximum time to wait for the slowest rank in each of four steps. One step reads and writes all rows.
+        recovery: objects of this job whose states are loaded, with the names used in the publisher; None for
+            ``Recovery()``.
+        data: position in the training data to restore. It is also attached to the tracker.
+        ignore: names of tables, dense tensors and states that are not restored, the same on all ranks. ``"data"`` is
+            the name of the position in the training data.
+        on_model_change: "stop" to raise an error if the version does not match the job, or "continue" to restore the
+            parts that match; see ``guide/recover.md``. It must be the same on all ranks.
+        timeout: maximum time to wait for the slowest rank in each of four steps. One of the steps reads and writes all
+            rows.
 
     Raises:
-        NotRecoverableError: if the version does not exist or contains no states, or if an object in the store is
-            missing. If the stream has no version yet, all ranks raise the error with ``version`` None.
+        NotRecoverableError: if the version does not exist or contains no states, or if an object is missing in the
+            store. Its ``version`` is None on all ranks if the stream has no version yet.
         RestoreMismatchError, ModelMismatchError: if the version does not match the job.
-        InvalidArgumentError: if an argument is invalid, if ``DistributedDataParallel`` was not trained as described, or
-            if an update is in progress.
+        InvalidArgumentError: if an argument is invalid, if ``DistributedDataParallel`` was not trained on two batches,
+            or if an update is in progress.
         UnsupportedModelError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
         MalformedError, CorruptPartError, StorageError: if the version is damaged, or if the store cannot be read.
@@ -112,11 +114,12 @@ def restore(  # noqa: PLR0913  all but two have a default
 
 @dataclass(slots=True, eq=False)
 class Restoration:
-    """Operation that restores one version on this rank, created by :func:`restore` and by a standby.
+    """One restore on this rank, run by :func:`restore` or by a standby.
 
     Args:
-        applied: entry up to which all rows of the model are already written. Ranks may pass different entries.
-        keeps_mark: True if the caller itself marks the model as incomplete and removes this mark.
+        applied: entry up to which all rows have already been written to the model. It may differ between ranks.
+        keeps_mark: True if the caller marks the model as incomplete before the restore, and removes the mark
+            afterwards.
     """
 
     exchange: Exchange
@@ -130,7 +133,7 @@ class Restoration:
     _unloaded: Mapping[str, Sequence[object]] = field(default_factory=dict, init=False)
 
     def run(self) -> Restored:
-        """Restore the version and return its description. A collective."""
+        """Restore the version, and return a description of it. A collective."""
         exchange, model = self.exchange, self.job.model
         messages = exchange.exchange(Phase.RESOLVING, Message.of(self._resolve))
         check_alike(messages, "version", "ignore", action="restore")

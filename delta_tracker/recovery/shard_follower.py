@@ -1,4 +1,4 @@
-"""Follow a stream of versions with states on one rank: :class:`ShardFollower`. Calls no collectives."""
+"""Apply the versions of a recovery stream on one rank: :class:`ShardFollower`. Calls no collectives."""
 
 import logging
 from collections import deque
@@ -38,14 +38,15 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NotRecoverable
 
 
 class ShardFollower:
-    """Reader of a stream for a standby. It writes the rows and optimizer states of this rank's shards.
+    """Reader of a recovery stream that writes new rows and optimizer states to this rank's shards. Used by a standby.
 
-    If writing an entry failed or was interrupted, the entry is written again. Unlike a
-    :class:`~delta_tracker.predictor.reader.Reader`, a follower may resume from an older snapshot after an error.
+    If writing an entry fails or is interrupted, the entry is written again. Unlike a
+    :class:`~delta_tracker.predictor.reader.Reader`, a follower may return to an older snapshot after an error.
 
     Attributes:
-        error: error of the last attempt, which :meth:`advance` will retry; None if the attempt succeeded.
-        newest: entry up to which all rows are written; None at first, and while the model may contain older rows.
+        error: error of the last attempt to apply an entry; None if it succeeded. :meth:`advance` retries.
+        newest: entry up to which all rows have been written. None before the first entry, and while an older version is
+            being written.
     """
 
     def __init__(self, log: StreamLog, job: LocalJob, runtime: Runtime = REAL) -> None:
@@ -71,7 +72,7 @@ class ShardFollower:
     def applied(self) -> Manifest | None:
         """Return the value of the argument ``applied`` of :func:`~delta_tracker.recovery.recovery_path.recovery_path`.
 
-        This is :attr:`newest`, or None if a later entry was partly written and is no longer in the log.
+        This is :attr:`newest`. It is None if a later entry was written in part and is no longer in the log.
         """
         self._begin_again_if_restored()
         partial = self._partial
@@ -80,11 +81,11 @@ class ShardFollower:
         return self.newest if Position.after(partial).names(self._log.read(partial.version)) else None
 
     def advance(self, until: float) -> bool:
-        """Apply entries until the monotonic time ``until`` or the end of the log. Return True if any entry was applied.
+        """Apply entries until the end of the log or the monotonic time ``until``. Return True if an entry was applied.
 
-        An entry that is in progress at ``until`` is completed. An error of the store or of the stream is logged and
-        stored in :attr:`error`. Calls do nothing for up to five seconds after an error, and then retry. Raises an error
-        if the stream does not match the job or contains no training states.
+        An entry that is being applied at ``until`` is completed. Errors of the store or of the stream are logged and
+        stored in :attr:`error`. After an error, calls do nothing for up to five seconds, and then retry. Raises an
+        error if the stream does not match the job or contains no training states.
         """
         self._begin_again_if_restored()
         has_moved = False
@@ -105,11 +106,11 @@ class ShardFollower:
         return has_moved
 
     def retry(self) -> None:
-        """Make the next :meth:`advance` check for a missing version, and retry immediately after an error."""
+        """Make the next :meth:`advance` retry immediately after an error, and check for missing versions."""
         self._next_try = self._gap_check = 0.0
 
     def overwritten(self, plan: Plan) -> None:
-        """Record that a restore with ``plan`` failed and may have written rows. Call this before the next retry."""
+        """Record that a restore according to ``plan`` failed and may have written rows."""
         if plan.continues:
             self._partial = plan.last
         else:

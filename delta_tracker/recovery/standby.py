@@ -1,4 +1,4 @@
-"""Keep a second job ready to continue training when the first job fails: :class:`Standby`."""
+"""Second job that is ready to continue training when the first job fails: :class:`Standby`."""
 
 import logging
 import threading
@@ -53,12 +53,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Takeover:
-    """Result of a takeover by a :class:`Standby`. Pass its claimed streams to new publishers.
+    """Result of a takeover by a :class:`Standby`. Pass the claimed streams to new publishers.
 
     Args:
-        recovery: the claimed recovery stream.
-        serving: the claimed serving streams, in the order of the argument ``serving`` of :class:`Standby`.
-        seconds: time in seconds from the decision to take over to the return of the call.
+        recovery: claimed recovery stream.
+        serving: claimed serving streams, in the order of the argument ``serving`` of :class:`Standby`.
+        seconds: duration of the takeover in seconds, from the decision to its completion.
 
     Example:
         >>> taken = standby.take_over()  # doctest: +SKIP
@@ -72,29 +72,29 @@ class Takeover:
 
 
 class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
-    """Second job that follows the recovery stream of a trainer, and replaces the trainer when it fails.
+    """Job that follows the recovery stream of a trainer, and continues training when the trainer fails.
 
-    Create it on all ranks after the model, the optimizers and the tracker, and before a publisher. Then call
-    :meth:`follow`, which returns when this job has taken over.
+    Create a standby on all ranks after the model, the optimizers and the tracker. Then call :meth:`follow`, which
+    returns when this job has taken over, and create the publishers.
 
-    Until the takeover, each rank writes the published rows and optimizer states of its shards, and the model raises
-    :class:`~delta_tracker.errors.IncompleteModelError` when it is called. A takeover first claims the recovery stream
-    and thereby fences the former trainer. It then restores the newest version before the claim, see
+    Until the takeover, each rank applies the published rows and optimizer states to its shards, and calls of the model
+    raise :class:`~delta_tracker.errors.IncompleteModelError`. A takeover first claims the recovery stream, which fences
+    the former trainer. It then restores the newest version before the claim, like
     :func:`~delta_tracker.recovery.restore.restore`, and claims the serving streams. The section "Warm standby" of
     ``guide/recover.md`` describes the limits, and what to do after a failure.
 
-    The constructor and all methods except :meth:`close` are collectives. For the arguments ``model``, ``tracker``,
-    ``recovery``, ``data``, ``ignore`` and ``on_model_change``, and their errors, see ``restore``.
+    The constructor and all methods except :meth:`close` are collectives. ``restore`` documents the arguments ``model``,
+    ``tracker``, ``recovery``, ``data``, ``ignore`` and ``on_model_change``, and their errors.
 
     Args:
-        url: url of the recovery stream, or its storage. The stream must be published with ``recovery=``.
-        serving: urls or storages of all serving streams that the trainer publishes.
-        name: name of this job's heartbeat in the store, and label ``standby`` of the metrics. It must differ from the
+        url: url or storage of the recovery stream. The trainer must publish it with ``Publisher(..., recovery=...)``.
+        serving: urls or storages of all serving streams of the trainer.
+        name: name of this job in its heartbeats and in the label ``standby`` of the metrics. It must differ from the
             names of predictors and of other standbys.
-        look_seconds: time in seconds between two polls of the stream. A rank that is applying versions responds to the
-            other ranks after this time, once the version in progress is applied.
-        timeout: maximum time to wait for the slowest rank. It must suffice to read and write a whole snapshot.
-        runtime: clock and sleep function to use instead of the real ones, for simulations.
+        look_seconds: interval between two polls of the stream, in seconds. Ranks that apply versions respond to the
+            other ranks at this interval.
+        timeout: maximum time to wait for the slowest rank. It must be long enough to read and write a whole snapshot.
+        runtime: provider of clocks and waits. Replace it in simulations only.
 
     Example:
         >>> standby = Standby(model, url, tracker=tracker, data=data, serving=[serving_url])  # doctest: +SKIP
@@ -140,32 +140,33 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     @property
     def version(self) -> int | None:
-        """Last version whose rows this rank has written; None before the first version."""
+        """Last version that this rank has applied; None if it has not applied any version."""
         return self._follower.version
 
     @property
     def error(self) -> StreamError | None:
-        """Error that currently prevents this rank from applying versions; None if there is none. Later polls retry."""
+        """Error of this rank's last attempt to apply a version; None if it succeeded. The next poll retries."""
         return self._follower.error
 
     def follow(self, silence: float | None = None) -> Takeover:
         """Follow the stream until this job has taken over. A collective.
 
         Args:
-            silence: take over after this number of seconds without a version or heartbeat of the trainer's publisher,
-                measured with the store's clock. None to take over only when the command ``delta-tracker takeover``
-                requests it. Pass the same value on all ranks. The stream is claimed only while no rank has an
-                :attr:`error`.
+            silence: number of seconds without a version or heartbeat, according to the store's clock, after which this
+                job takes over. None to take over only when the command ``delta-tracker takeover`` requests it. It must
+                be the same on all ranks. The stream is not claimed while a rank has an :attr:`error`.
 
         Raises:
-            NotRecoverableError: on all ranks, if the versions contain no states. Its ``version`` is None if there
-                is no stream, or if its publisher is silent and no version was published. In this case, start a job
-                without calling :func:`restore`.
+            NotRecoverableError: on all ranks, if the versions contain no states. Also raised with ``version`` None if
+                there is no stream, or if the publisher is silent and has published no version. In this case, start a
+                job without calling :func:`restore`.
             StreamReplacedError: on all ranks, if the publisher is silent, and the stream had versions but now contains
                 only a claim.
-            TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
-            InvalidArgumentError: if ``silence`` is invalid or below the time between two heartbeats of the publisher,
-                if a serving stream is missing or does not belong to the trainer, or if this job has already taken over.
+            TakeoverFailedError: if the takeover failed after the claim. To continue the takeover, call
+                :meth:`take_over` or this method again.
+            InvalidArgumentError: if ``silence`` is invalid or less than the interval between the publisher's
+                heartbeats, if a serving stream is missing or does not belong to the trainer, or if this job has already
+                taken over.
             RestoreMismatchError, ModelMismatchError: if the stream does not match the job.
             RankFailedError: if another rank raised one of these errors.
             RankLostError: if a rank dies, is interrupted, or does not make the call in time.
@@ -197,7 +198,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def sync(self) -> int | None:
         """Apply all committed versions on all ranks. A collective.
 
-        Returns the minimum over the ranks of the last applied version; None if there is no version yet. Also raises the
+        Returns the minimum of :attr:`version` over all ranks, or None if a rank has no version yet. Also raises the
         errors of :meth:`follow`.
 
         Raises:
@@ -209,21 +210,23 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             return _lowest(self._catch_up(exchange, "sync()", raises=True))
 
     def take_over(self, *, force: bool = False, silence: float = 30.0) -> Takeover:
-        """Take over now, or complete a takeover that failed. A collective.
+        """Take over immediately, or complete a takeover that failed. A collective.
 
         Also raises the errors of :meth:`follow`.
 
         Args:
-            force: True to fence a publisher that may be alive, even if this standby cannot apply its last version.
-            silence: without ``force``, the publisher is considered dead after this number of seconds without a version
-                or heartbeat, measured with the store's clock.
+            force: True to take over even if the publisher may be alive, or if this standby cannot apply the last
+                version.
+            silence: without ``force``, number of seconds without a version or heartbeat after which the publisher is
+                considered dead, according to the store's clock.
 
         Raises:
-            LivePublisherError: on all ranks, if the publisher is alive, or if another job has claimed the stream.
-            TakeoverFailedError: on all ranks, if the takeover failed after the claim: call this method again. Without
-                ``force``, also raised if a version cannot be applied; nothing is claimed in this case.
+            LivePublisherError: on all ranks, if the publisher is considered alive, or if another job has claimed the
+                stream.
+            TakeoverFailedError: on all ranks, if the takeover failed after the claim. Call this method again to
+                continue. Without ``force``, also raised before the claim if a version cannot be applied.
             StreamReplacedError: on all ranks, if the stream had versions, but is now missing or contains only a claim.
-            StorageError: if the store fails. If the claim was committed nevertheless, the next call uses the claim.
+            StorageError: if the store fails. If the claim was created nevertheless, the next call uses it.
         """
         began = self._runtime.monotonic()
         with self._meeting("Standby.take_over(...)") as exchange:
@@ -245,7 +248,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             return self._complete(exchange, claimed, began)
 
     def close(self) -> None:
-        """Close the standby. If it has not taken over, calling the model still raises an error. Not a collective."""
+        """Close the standby. If it has not taken over, calls of the model still raise an error. Not a collective."""
         self._ended = self._ended or "closed"
         self._recorder.close()
 
@@ -275,14 +278,14 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return turn
 
     def _advanced(self, call: str) -> dict[str, Any]:
-        """Apply versions for about ``look_seconds``. Return this rank's message, which includes any current error."""
+        """Apply versions for about ``look_seconds``. Return this rank's message, which contains its error, if any."""
         self._check_open()
         has_moved = self._follower.advance(self._runtime.monotonic() + self._look_seconds)
         obstacle = "" if self.error is None else _text(self.error)
         return {"call": call, "has_moved": has_moved, "version": self.version, "obstacle": obstacle}
 
     def _catch_up(self, exchange: Exchange, call: str, *, raises: bool) -> list[dict[str, Any]]:
-        """Apply all versions on all ranks. Return the last messages. Only StorageError is raised without ``raises``."""
+        """Apply all versions on all ranks. Return the last messages. If not ``raises``, raise StorageError only."""
 
         def act() -> dict[str, Any]:
             turn = self._advanced(call)
@@ -310,7 +313,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {}
 
     def _serving_obstacle(self) -> str:
-        """Return the text of an error that delays the check of the serving streams; empty if the check succeeded."""
+        """Check the serving streams. Return the text of an error that delays the check; empty if it succeeded."""
         try:
             self._check_serving()
         except (CorruptPartError, MalformedError, StorageError) as error:

@@ -1,4 +1,4 @@
-"""Streams that a standby reads and claims. No function here is a collective."""
+"""Streams that a standby reads and claims. No function in this module is a collective."""
 
 import logging
 import os
@@ -30,11 +30,11 @@ _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
 
 
 class RecoveryStream:
-    """Recovery stream of a standby. On rank 0, it decides when to take over, and claims the stream.
+    """Recovery stream of a standby. Rank 0 uses it to decide on a takeover and to claim the stream.
 
-    A decision is a dict that rank 0 sends to all ranks. If it is empty, the ranks continue to follow the stream. If it
-    contains the key ``is_due``, they take over. If it contains ``nothing``, ``gone`` or ``live``, they raise an error
-    with the value of this key as argument.
+    A decision is a dict that rank 0 sends to all ranks. If the dict is empty, the ranks continue to follow the stream.
+    If it contains the key ``is_due``, they take over. If it contains ``nothing``, ``gone`` or ``live``, they raise an
+    error whose argument is the value of this key.
     """
 
     def __init__(self, log: StreamLog, name: str, look_seconds: float, recorder: Recorder, runtime: Runtime) -> None:
@@ -53,7 +53,7 @@ class RecoveryStream:
         self._reason = ""  # why there was no takeover
 
     def decide_follow(self, silence: float | None, version: int | None) -> dict[str, Any]:
-        """Return the next decision for ``Standby.follow(silence)``. ``version`` is the last applied version."""
+        """Return the decision for a poll of ``Standby.follow(silence)``. ``version`` is the last applied version."""
         if self._monotonic() < self._next_look:
             return {}
         self._next_look = self._monotonic() + self._look_seconds
@@ -93,7 +93,7 @@ class RecoveryStream:
         return self._due(head, known, is_forced=force, last=None if seen is None else seen.last)
 
     def claim(self, decision: Mapping[str, Any]) -> Claim:
-        """Claim the stream after the entry in ``decision``, or in a forced takeover after the newest entry.
+        """Claim the stream after the entry in ``decision``. In a forced takeover, claim it after the newest entry.
 
         Raises LivePublisherError if the publisher is alive or another job has already taken over.
         """
@@ -115,7 +115,7 @@ class RecoveryStream:
         return claim
 
     def log_once(self, reason: str) -> None:
-        """Log why there is no takeover. Does nothing if ``reason`` is the same as in the previous call."""
+        """Log the reason why this job does not take over, unless it is the same ``reason`` as in the previous call."""
         if reason != self._reason:
             _logger.warning("%s", reason)
         self._reason = reason
@@ -127,7 +127,7 @@ class RecoveryStream:
         return self._seen if version is None else version
 
     def _due(self, head: Manifest, known: int | None, *, is_forced: bool, last: float | None) -> dict[str, Any]:
-        """Return the decision to take over, or to raise an error if the stream has no version.
+        """Return the decision to take over. If the stream has no version, return the decision to raise an error.
 
         ``last`` is the time of the publisher's last version or heartbeat.
         """
@@ -167,7 +167,7 @@ class RecoveryStream:
 
 
 class ServingStreams:
-    """Serving streams of a trainer. A standby checks these streams on each rank, and claims them on rank 0."""
+    """Serving streams of a trainer. A standby checks these streams on all ranks, and claims them on rank 0."""
 
     def __init__(self, recovery: StreamLog, urls: Sequence[Location]) -> None:
         if isinstance(urls, str | os.PathLike | Storage) or not isinstance(urls, Sequence):
@@ -182,11 +182,11 @@ class ServingStreams:
         self._check_distinct([recovery.storage.url, *(each.url for each in self.storages)])
 
     def check(self, version: Manifest | None) -> None:
-        """Check that the streams exist, and that they are exactly the serving streams of the trainer.
+        """Check that the streams exist, and that they are the serving streams of the trainer.
 
-        ``version`` is a version of the recovery stream, or None. It lists the other consumers of the trainer's tracker,
-        with the stream of each if known. Raises InvalidArgumentError if :attr:`storages` lacks a listed stream, or
-        contains more unlisted streams than there are consumers with an unknown stream.
+        The recovery stream's ``version`` lists the consumers of the trainer's tracker with their streams, if known.
+        Raises InvalidArgumentError if a listed stream is missing, or if there are more unlisted streams than consumers
+        with an unknown stream. If ``version`` is None, the consumers are not compared.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]
@@ -209,10 +209,10 @@ class ServingStreams:
         self.storages, self._streams, self.is_checked = storages, streams, True
 
     def claim(self, number: int, recovery: Manifest) -> Claim:
-        """Claim the serving stream with index ``number``. Raise FencedError if the claim ``recovery`` is outdated.
+        """Claim the serving stream with the index ``number``.
 
-        ``recovery`` is this job's claim of the recovery stream. It is outdated if another job has claimed that stream
-        since then.
+        ``recovery`` is this job's claim of the recovery stream. Raises FencedError if another job has claimed the
+        recovery stream since then.
         """
         storage = self.storages[number]
         storage.probe()

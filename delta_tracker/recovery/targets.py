@@ -1,8 +1,7 @@
-"""Write the rows of a version and their optimizer states to the memory of a model: :class:`RowWriter`.
+"""Write the rows and optimizer states of a version to the memory of a model: :class:`RowWriter`.
 
-Each optimizer state of a table is treated as a separate table, a *state table*, so that the same code writes rows and
-states. The columns of a state table are the columns of the table, or the indices of its column ranges if the state has
-one number for each range.
+The same code writes rows and states: each optimizer state of a table is treated as a separate table, a *state table*.
+Its columns are those of the table, or the indices of the column ranges if the state has one number for each range.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ _VALUE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowWriter:
-    """Writer of the rows of entries, and of their optimizer states, to this rank's shards."""
+    """Writer of the rows and optimizer states of entries to this rank's shards."""
 
     storage: Storage
     shards: Mapping[str, ShardSpec]
@@ -35,7 +34,7 @@ class RowWriter:
 
     @torch.no_grad()
     def write(self, entry: Manifest) -> None:
-        """Write the rows of an entry or merged entry. An interrupted call can be repeated."""
+        """Write the rows and states of ``entry``, which may be a merged entry. Repeat the call if it is interrupted."""
         rows: list[BlockRows] = []
         for part in entry.parts:
             if blocks := wanted(part, self.shards):
@@ -53,10 +52,11 @@ class RowWriter:
 def state_targets(
     shards: Mapping[str, ShardSpec], views: Mapping[str, Sequence[Sequence[Tensor]]], states: Mapping[str, TableStates]
 ) -> dict[str, RowTarget]:
-    """Return row targets that write the model's optimizer states, by name of the state table.
+    """Return targets to which a :class:`RowWriter` writes optimizer states, by name of the state table.
 
-    All arguments are mappings by table FQN. ``views`` contains the model's states for each column range of the shard,
-    in order: ``[R, columns]`` or ``[R, 1]`` each. ``states`` describes the states in the stream.
+    All arguments are keyed by the FQN of the table. ``views`` contains a list of the model's states, ``[R, columns]``
+    or ``[R, 1]`` each, for each column range of a shard, in order. ``states`` contains the specs of the states in the
+    stream.
     """
     found: dict[str, RowTarget] = {}
     for fqn, table in states.items():
@@ -71,7 +71,7 @@ def state_targets(
 
 
 def as_tables(rows: BlockRows, states: TableStates | None) -> list[BlockRows]:
-    """Return the rows of a block without their states, followed by the states as rows of state tables."""
+    """Split a block: return its rows without the states, followed by the states as rows of state tables."""
     block = rows.block
     found = [replace(rows, states=())]
     for spec, read in zip(() if states is None else states.states, rows.states, strict=True):
@@ -83,7 +83,7 @@ def as_tables(rows: BlockRows, states: TableStates | None) -> list[BlockRows]:
 
 
 def state_table(fqn: str, spec: StateSpec) -> str:
-    """Return a unique name for the state table of an optimizer state."""
+    """Return the name of the state table for the optimizer state ``spec`` of the table ``fqn``."""
     return f"{fqn}\n{spec.name}"
 
 

@@ -1,4 +1,4 @@
-"""Read the training states of all ranks in one version, including the values that the library itself saves."""
+"""Read the training states of all ranks from a version, including the values that the library itself saves."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -36,12 +36,12 @@ class _Kernel(TypedDict):
 
 
 class ConsumerPosition(Struct, frozen=True):
-    """Saved position of a consumer of the tracker that is not the publisher's consumer.
+    """Saved position of a consumer of the tracker. The publisher's own consumer has no such position.
 
     Args:
-        version: newest version of which the consumer had read all rows; None if there was no such version.
-        left_out: ``[N]`` int64 global ids of rows of earlier versions that are still pending, by table FQN.
-        place: stream position of the consumer's own publisher; None if the consumer has no publisher.
+        version: newest version of which the consumer had read all rows; None if there is no such version.
+        left_out: global ids (``[N]`` int64) of rows that changed in earlier versions but are still pending, by FQN.
+        place: stream position of the publisher that uses the consumer; None if the consumer has no publisher.
     """
 
     version: Count | None
@@ -50,7 +50,7 @@ class ConsumerPosition(Struct, frozen=True):
 
 
 class TrainingStates:
-    """Reader of the training states of all ranks in one version. Reads each object of the store at its first use.
+    """Reader of the training states of all ranks from one version. Objects are read from the store when first needed.
 
     The states are untrusted. Methods raise :class:`~delta_tracker.errors.CorruptPartError` if an object does not match
     its record in the entry, or if a value is missing or invalid.
@@ -80,22 +80,22 @@ class TrainingStates:
         return self._found(rank, "value", path, _fields)
 
     def names_of(self, rank: int) -> list[str]:
-        """Return the names of a rank's own states, including :data:`DATA` if the rank saved a position in the data."""
+        """Return the names of the per-rank states of ``rank``, including :data:`DATA` if it saved a data position."""
         return [*self.keys(rank, "rank"), *([] if self.load(rank, DATA) is None else [DATA])]
 
     def of_all_ranks(self, name: str) -> list[Any]:
-        """Return the state ``name`` of each rank, in rank order; None for a rank without this state."""
+        """Return the per-rank states called ``name`` in rank order, with None for a rank that has no such state."""
         path, ranks = (DATA,) if name == DATA else ("rank", name), range(self.world_size)
         return [self.load(rank, *path) if name in self.names_of(rank) else None for rank in ranks]
 
     def kernels(self, rank: int) -> dict[str, dict[str, int | float]]:
-        """Return the counters and hyperparameters of a rank's kernels, such as ``iter`` and ``lr``, by table FQN."""
+        """Return scalars of the kernels of ``rank``, such as ``iter`` and ``lr``, by FQN of the table."""
         held = self._library(rank, "kernels", dict[str, dict[str, Any]])
         numbers = {fqn: {name: _number(value) for name, value in each.items()} for fqn, each in held.items()}
         return cast("dict[str, dict[str, int | float]]", self._converted(rank, "kernels", numbers, dict[str, _Kernel]))
 
     def shards(self, rank: int, tables: Mapping[str, TableSpec]) -> dict[str, ShardSpec]:
-        """Return a rank's blocks of ``tables``, by FQN. None of ``tables`` may have a fused optimizer."""
+        """Return the shards of ``rank``, by FQN, for ``tables``, which must be tables without a fused optimizer."""
         held = self._library(rank, "shards", dict[str, dict[str, Any]])
         named = {fqn: held[fqn] for fqn in tables if fqn in held}
         for fqn, former in named.items():
@@ -109,7 +109,7 @@ class TrainingStates:
         return {fqn: found[fqn] for fqn in tables}
 
     def parameters(self, rank: int, kind: str, name: str) -> list[list[list[str]]] | None:
-        """Return the saved ``group_names`` of the optimizer ``name``, if any. ``kind`` is "training" or "rank"."""
+        """Return the saved ``group_names`` of the optimizer ``name``, or None. ``kind`` is "training" or "rank"."""
         if "parameters" not in self.keys(rank, "library"):
             return None
         found = self._library(rank, "parameters", dict[str, list[list[list[str]]]]).get(name)
@@ -120,11 +120,11 @@ class TrainingStates:
         return found
 
     def dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors that are in the training states instead of the parts of the version, by name."""
+        """Return the dense tensors that are stored in the training states, not in the parts of the version, by name."""
         return self._library(0, "dense", dict[str, Tensor])
 
     def buffers(self, rank: int) -> dict[str, Tensor]:
-        """Return a rank's own buffers, by name; empty for rank 0, whose buffers are saved as dense tensors."""
+        """Return the buffers of ``rank`` by name. For rank 0, return an empty dict: its buffers are dense tensors."""
         return self._library(rank, "buffers", dict[str, Tensor]) if rank else {}
 
     def publisher(self) -> str:
@@ -132,7 +132,7 @@ class TrainingStates:
         return self._library(0, "publisher", str)
 
     def consumers(self, rank: int) -> dict[str, ConsumerPosition]:
-        """Return the positions of the tracker's other consumers on a rank, by consumer name."""
+        """Return the positions of the tracker's consumers on ``rank``, except the publisher's consumer, by name."""
         found = self._library(rank, "consumers", dict[str, ConsumerPosition])
         for name, consumer in found.items():
             if consumer.version is not None and consumer.version > self.version:
@@ -144,7 +144,7 @@ class TrainingStates:
         return found
 
     def collision_slots(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Return the half-open range of slots of each managed-collision module on a rank, by FQN. Reads no tensors."""
+        """Return the slots of each managed-collision module of ``rank`` as a half-open range, by FQN."""
         found = {}
         for fqn in self.keys(rank, "library", "collisions"):
             read = (self.load(rank, "library", "collisions", fqn, name) for name in ("offset", "zch_size"))
@@ -153,7 +153,7 @@ class TrainingStates:
         return found
 
     def collision(self, rank: int, fqn: str) -> dict[str, Any]:
-        """Return the state of a rank's managed-collision module of a table."""
+        """Return the state of the managed-collision module of the table ``fqn`` on ``rank``."""
         value = self.load(rank, "library", "collisions", fqn)
         found = self._converted(rank, "collisions", value, dict[str, Any])
         if fault := collision_fault(found):
