@@ -29,7 +29,7 @@ class Notice:
     Args:
         level: ``fault`` for a failure, ``warning`` for a condition that may lead to a failure, ``note`` otherwise.
         what: description of the condition. Treat it as untrusted: it may contain names and errors from the stream.
-        next_step: instruction for the operator, which is also untrusted.
+        next_step: instruction for the operator. It is untrusted, too.
     """
 
     level: Level
@@ -103,8 +103,8 @@ def level_of(state: State) -> Level:
 def publisher_notices(history: History, head: Manifest, now: float, described: Collection[int]) -> list[Notice]:
     """Return notices about the publishers and versions of a stream.
 
-    ``now`` is the Unix time in seconds, according to the store's clock. ``described`` contains missing versions that
-    other notices already describe; this function returns no notice about them.
+    ``now`` is the Unix time in seconds, according to the store's clock. Missing versions in ``described`` are skipped,
+    because other notices describe them.
     """
     if not history.bins:
         step = "Call Publisher.snapshot() on the trainer. Without it, predictors have nothing to start from"
@@ -135,10 +135,10 @@ def publisher_notices(history: History, head: Manifest, now: float, described: C
 
 
 def silence_notices(age: float, num_gaps: int, longest: float) -> list[Notice]:
-    """Return a list with one notice if the publisher seems to have stopped. Return an empty list otherwise.
+    """Return a notice in a list if the publisher seems to have stopped, and an empty list otherwise.
 
-    ``age`` is the time since the newest version in seconds. ``num_gaps`` is the number of observed intervals between
-    successive versions, and ``longest`` is the longest interval in seconds.
+    ``age`` is the age of the newest version. ``num_gaps`` is the number of observed intervals between successive
+    versions, and ``longest`` is the longest of these intervals. Times are in seconds.
     """
     if num_gaps < _MIN_GAPS or age <= max(_MIN_QUIET_SECONDS, _QUIET_GAPS * longest):
         return []

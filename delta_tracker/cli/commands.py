@@ -1,4 +1,4 @@
-"""Command group that imports the file of a command only when the command or its help is requested."""
+"""Command group that imports the module of a command only when the command or its help is requested."""
 
 import importlib
 
@@ -48,9 +48,9 @@ Exit codes:
 
 
 class _Commands(click.Group):
-    """Click group that imports each command when the command is requested.
+    """Click group that imports commands lazily.
 
-    Each command is the object ``command`` in the file with the command's name.
+    Each command is the object ``command`` in the module with the command's name.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface

@@ -1,4 +1,4 @@
-"""Export of a version as a ``torch.distributed.checkpoint`` (DCP) checkpoint, which TorchRec can load."""
+"""Export a version as a ``torch.distributed.checkpoint`` (DCP) checkpoint, which TorchRec can load."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,11 +35,11 @@ _STATE_KEYS = {
 
 
 def entries_of(log: StreamLog, version: int) -> list[Manifest]:
-    """Return the entries to pass to :func:`write_checkpoint` for exporting ``version``, in order.
+    """Return the entries that :func:`write_checkpoint` needs to export ``version``, in order.
 
     Raises:
-        InvalidArgumentError: if the version is not committed yet, a table has raw ids, or it is unknown how TorchRec's
-            checkpoints name the states of an optimizer.
+        InvalidArgumentError: if the version is not committed yet, if a table has raw ids, or if the names of an
+            optimizer's states in TorchRec checkpoints are unknown.
         NotRecoverableError: if the version has training states but cannot be restored.
     """
     path = path_to(log, version, of_any=True)
@@ -60,15 +60,15 @@ def entries_of(log: StreamLog, version: int) -> list[Manifest]:
 def write_checkpoint(
     storage: Storage, path: Sequence[Manifest], directory: Path, work: Path, advance: Callable[[int], None]
 ) -> None:
-    """Write the version of the last entry of ``path`` to ``directory`` as a DCP checkpoint.
+    """Write a version to ``directory`` as a DCP checkpoint.
 
     The keys are those of ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}`` for a
     ``DistributedModelParallel``. The key ``optimizer`` is omitted if the version contains no states of fused
     optimizers. If the version contains training states, the state of rank 0 is stored under ``training_state``.
 
-    ``path`` is the result of :func:`entries_of`. ``directory`` must not exist. ``work`` is an existing directory for
-    memory-mapped files, which are as large as the tables and their states. ``advance`` is called with the number of
-    bytes of each entry.
+    ``path`` is the result of :func:`entries_of` for the version. ``directory`` must not exist. ``work`` is an existing
+    directory for memory-mapped files, which are as large as the tables and their states. ``advance`` is called after
+    each entry with the entry's size in bytes.
     """
     rows = mapped(work / "tables", {fqn: rows_spec(spec) for fqn, spec in path[0].tables.items()})
     if path[-1].training:

@@ -46,7 +46,7 @@ Examples:
 @click.option("--limit", default=20, type=click.IntRange(0), help="Number of rows to list, largest move first.")
 @click.option("--ids", "shows_ids", is_flag=True, help="Compare the raw ids of the rows instead of their values.")
 def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, shows_ids: bool) -> int:
-    """Compare a table in two versions and print the differences."""
+    """Compare a table in the versions ``v1`` and ``v2``, and print the rows that differ."""
     stream.check_exists()
     paths = path_to(stream.log, v1, of_any=True), path_to(stream.log, v2, of_any=True)
     spec = _table(fqn, paths[0][0])

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
-    """Numbers of rows and bytes of one table in one or more versions. ``num_bytes`` does not include row ids."""
+    """Amount of data of one table in one or more versions. ``num_bytes`` does not include row ids."""
 
     rows: int = 0
     num_bytes: int = 0
@@ -27,14 +27,14 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
 
 
 class OwnerChanges(Struct, frozen=True):
-    """Numbers of rows that were assigned a new raw id (``admitted``) or only lost their raw id (``evicted``)."""
+    """Number of rows that were assigned a new raw id, and number of rows that lost their raw id without replacement."""
 
     admitted: int
     evicted: int
 
 
 class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_bytes": "bytes", "num_parts": "parts"}):
-    """Summary of a log entry, which commands print as text or JSON. Times are Unix seconds.
+    """Summary of a log entry for output as text or JSON. Times are Unix seconds.
 
     Args:
         kind: ``claim``, ``snapshot`` or ``delta``.
@@ -42,13 +42,13 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
         created: time of the commit, according to the publisher's clock.
         committed: time of the commit, according to the store's clock.
         batches: half-open range of the trainer's step counts that the version covers.
-        pending_rows: number of changed rows that are left for later versions.
+        pending_rows: number of changed rows that are not in the version and stay pending.
         num_rows: number of rows in all parts.
-        num_bytes: bytes of all objects, which are the parts and, in format 2, the states.
-        part_bytes: bytes of the parts, which predictors read. They contain rows, row ids and dense tensors.
-        tables: amount of data of each table with rows in this version, by FQN.
-        owners: changes of the raw ids of each table with raw ids, by FQN. None for unknown changes, as in the first
-            version of a publisher that continues a stream.
+        num_bytes: total size of the version's objects in bytes: parts and, in format 2, states.
+        part_bytes: total size of the parts in bytes. Predictors read only parts: rows, row ids and dense tensors.
+        tables: amount of data of each table that has rows in the version, by FQN.
+        owners: changes of raw ids in each table with raw ids, by FQN. None if the changes are unknown, for example in
+            the first version of a publisher that continues a stream.
     """
 
     version: int
@@ -70,7 +70,7 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
     def owner_changes(self) -> str:
         """Total numbers of admitted and evicted raw ids, formatted as text.
 
-        The text is ``?`` if a number is unknown, and empty if no table has raw ids, as in a claim.
+        The text is ``?`` if a number is unknown. It is empty if the entry has no tables with raw ids.
         """
         known = [each for each in self.owners.values() if each is not None]
         if len(known) < len(self.owners):
@@ -80,12 +80,12 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
     @property
     def took(self) -> str:
-        """Time from the cut to the commit, formatted as text; empty if the time is unknown, as for a claim."""
+        """Time from the cut to the commit, formatted as text. Empty if it is unknown, for example for a claim."""
         return duration(self.created - self.cut) if 0 < self.cut <= self.created else ""
 
     @property
     def skew(self) -> float:
-        """Publisher's clock minus the store's clock at the commit, in seconds; see :attr:`Manifest.skew`."""
+        """The publisher's clock minus the store's clock at the commit, in seconds; see :attr:`Manifest.skew`."""
         return self.created - self.committed
 
     @classmethod
@@ -111,13 +111,13 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
 
 def amounts(manifest: Manifest) -> dict[str, Amount]:
-    """Return the amount of data of each table, by FQN. A row is counted once for each of its column shards."""
+    """Return the amount of data of each table in ``manifest``, by FQN. Rows are counted once per column shard."""
     blocks = (block for part in manifest.parts for block in part.blocks)
     return total({each.table: Amount(each.num_rows, each.num_rows * each.row_bytes)} for each in blocks)
 
 
 def total(amounts: Iterable[Mapping[str, Amount]]) -> defaultdict[str, Amount]:
-    """Return the sum of the amounts of data of each table, by FQN."""
+    """Add up amounts of data, and return the sum for each table, by FQN."""
     found = defaultdict[str, Amount](Amount)
     for each in amounts:
         for fqn, amount in each.items():
@@ -126,9 +126,9 @@ def total(amounts: Iterable[Mapping[str, Amount]]) -> defaultdict[str, Amount]:
 
 
 def contiguous(versions: Sequence[int]) -> int:
-    """Return the index at which the last contiguous range of ``versions`` starts; 0 if ``versions`` is empty.
+    """Return the index in ``versions`` at which the last range without gaps begins; 0 if ``versions`` is empty.
 
-    New readers read only the versions in this range. ``versions`` must be ascending.
+    New readers read only the versions in this range. ``versions`` must be in ascending order.
 
     Example:
         >>> contiguous([0, 1, 5, 6, 7])
@@ -143,14 +143,14 @@ def contiguous(versions: Sequence[int]) -> int:
 def read_all(
     names: Sequence[_T], read: Callable[[_T], Manifest | None]
 ) -> Iterator[tuple[_T, Manifest | MalformedError | None]]:
-    """Read entries concurrently and yield the results in the order of ``names``. Keeps at most 32 results in memory.
+    """Read entries concurrently, and yield the results in the order of ``names``. Buffers at most 32 results.
 
     Args:
-        names: versions or names of entries, which are passed to ``read``.
-        read: function that returns an entry, or None for a missing entry.
+        names: names or versions of the entries, which are passed to ``read``.
+        read: function that returns an entry, or None if the entry is missing.
 
     Yields:
-        Pairs of a name and a result: the entry, the error if the entry is malformed, or None if it is missing.
+        Pairs of a name and a result. The result is the entry, an error if it is malformed, or None if it is missing.
     """
 
     def one(name: _T) -> Manifest | MalformedError | None:

@@ -49,7 +49,7 @@ Examples:
 @click.option("--out", type=click.Path(path_type=Path), help="New directory of safetensors files; must not exist.")
 @click.option("--dcp", type=click.Path(path_type=Path), help="New directory of a DCP checkpoint; must not exist.")
 def command(stream: Stream, version: int | None, out: Path | None, dcp: Path | None) -> int:
-    """Write the version to a temporary directory, then rename this directory to its final name."""
+    """Export a version to a new directory, which gets its final name when it is complete."""
     option, out, form = _destination(out, dcp)
     stream.check_exists()
     version = stream.head().version if version is None else version

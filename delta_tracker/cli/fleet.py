@@ -33,7 +33,7 @@ Examples:
 @stream_command
 @click.option("--limit", type=click.IntRange(1), default=4096, help="Heartbeats to read, newest first.")
 def command(stream: Stream, limit: int) -> int:
-    """Show the predictors. Return 1 if one of them is failing, stuck or unpinned, or if all are silent, otherwise 0."""
+    """Show the predictors. Return 1 if a predictor is failing, stuck or unpinned, or if all are silent, otherwise 0."""
     before = sum(stream.storage.requests.values())
     head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
     predictors, num_unread = read_predictors(stream.storage, head, clock, order=pin, limit=limit)

@@ -1,4 +1,4 @@
-"""Statistics of a stream's log in bounded memory: sizes, intervals, and a comparison with full snapshots."""
+"""Statistics of the log of a stream, in bounded memory: sizes, intervals, and a comparison with full snapshots."""
 
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -14,19 +14,19 @@ _MAX_LOST = 100
 
 @dataclass(slots=True, kw_only=True)
 class Bin:
-    """Statistics of consecutive versions (snapshots and deltas). Times are Unix seconds.
+    """Statistics of a range of consecutive versions (snapshots and deltas). Times are Unix seconds.
 
     Args:
-        begin: commit time of the first version. :class:`History` describes how commit times are computed.
+        begin: commit time of the first version; see :class:`History`.
         end: commit time of the last version, at least ``begin``.
-        restarts: number of claims that directly precede versions of the bin.
-        delta_bytes: bytes of the parts of deltas.
-        snapshot_bytes: bytes of the parts of snapshots.
-        full_bytes: bytes that the versions would contain if each version were a full snapshot.
-        gaps: number of intervals between a version of the bin and the previous version.
-        gap_seconds: sum of these intervals in seconds.
-        max_gap: longest of these intervals in seconds.
-        tables: amount of data of each table in the deltas, by FQN.
+        restarts: number of claims directly before versions of the bin.
+        delta_bytes: total size of the parts of deltas, in bytes.
+        snapshot_bytes: total size of the parts of snapshots, in bytes.
+        full_bytes: estimated total size of the parts if each version were a full snapshot, in bytes.
+        gaps: number of measured intervals between a version of the bin and the previous version.
+        gap_seconds: sum of the intervals in seconds.
+        max_gap: longest interval in seconds.
+        tables: amount of data of each table in the deltas of the bin, by FQN.
     """
 
     first: int
@@ -45,7 +45,7 @@ class Bin:
     tables: dict[str, Amount] = field(default_factory=dict)
 
     def add(self, manifest: Manifest) -> None:
-        """Add the next version to the counts, bytes and tables of the bin. :class:`History` sets the other fields."""
+        """Add the next version to the counts, sizes and tables of the bin. :class:`History` sets the other fields."""
         self.last = manifest.version
         if manifest.kind == "delta":
             self.deltas += 1
@@ -63,7 +63,7 @@ class History:
     :meth:`Manifest.seconds_since`. Memory usage is one :class:`Amount` per table and bin.
 
     Args:
-        num_entries: maximum number of entries that will be added.
+        num_entries: upper bound on the number of entries to add.
 
     Attributes:
         bins: bins in ascending order of versions.
@@ -72,8 +72,8 @@ class History:
         gaps: distribution of the times between the commits of successive versions, in seconds.
         delays: distribution of the times from the cut of a version to its commit, in seconds.
         newest: newest entry that was added; None if there is none.
-        missing: ranges of missing versions between existing versions. Versions that are missing directly after a claim
-            are omitted, because retention deletes them but keeps the claim.
+        missing: ranges of missing versions between existing versions. A gap directly after a claim is omitted, because
+            retention keeps claims but deletes the versions after them.
         claims: version and commit time of each claim after the first version. Each claim is a change of publisher.
     """
 

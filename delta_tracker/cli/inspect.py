@@ -44,7 +44,7 @@ Examples:
 @stream_command
 @click.option("--last", default=10, metavar="N", type=click.IntRange(0), help="List the newest N versions.")
 def command(stream: Stream, last: int) -> int:
-    """Print a summary of the stream as tables or as one JSON object. Return 1 if there are findings, otherwise 0."""
+    """Print a summary of the stream as tables or as one JSON object. Return 1 if there are problems, otherwise 0."""
     found, entries, predictors = _survey(stream)
     newest = entries[max(0, len(entries) - last) :]
     stream.out.json(found | {"versions": newest})

@@ -18,7 +18,7 @@ _VERSION_COLUMNS = (">version", "kind", ">age", ">batches", ">rows", ">bytes", "
 
 
 def predictor_cells(predictor: SeenPredictor) -> list[Text]:
-    """Return the row of a predictor in a table with the columns ``PREDICTOR_COLUMNS``."""
+    """Return the cells of a table row about a predictor. The columns are ``PREDICTOR_COLUMNS``."""
     beat, level = predictor.beat, level_of(predictor.health)
     sign, style = ("", "") if level == "note" else SIGNS[level]
     figures = ["-"] * 4  # what a silent one wrote last is not what is now
@@ -34,13 +34,13 @@ def predictor_cells(predictor: SeenPredictor) -> list[Text]:
 
 
 def no_data_text(predictor: SeenPredictor, now: float) -> str:
-    """Format the time and version of a silent predictor's last heartbeat. ``now`` is the Unix time of the store."""
+    """Return a text about the last heartbeat of a silent predictor. ``now`` is the store's time in Unix seconds."""
     last = "" if predictor.beat.version is None else f" at version {predictor.beat.version}"
     return f"no data since {format_time(now - predictor.seconds_ago)}{last}"
 
 
 def version_table(entries: Sequence[Entry], now: float, *, is_cut: bool = False) -> Table:
-    """Return a table of entries. The column of raw ids is omitted if no entry contains a table with raw ids.
+    """Return a table with one row per entry. The column of raw ids is omitted if no entry has tables with raw ids.
 
     ``now`` is the store's time in Unix seconds. ``is_cut`` is passed to :func:`~delta_tracker.cli.output.table`.
     """

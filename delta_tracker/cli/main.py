@@ -41,11 +41,11 @@ _FINDINGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. ``arguments`` are the command-line arguments; None for ``sys.argv[1:]``.
+    """Run the command that ``arguments`` specify. None uses the command line ``sys.argv[1:]``.
 
     Returns:
-        The exit code: 0 for success; 1 if the stream is damaged, or a check has findings; 2 if the call is invalid, or
-        the store cannot be reached; 130 if interrupted; 141 if the output pipe was closed.
+        The exit code: 0 for success; 1 if the stream is damaged or a check found problems; 2 if the arguments are
+        invalid or the store cannot be reached; 130 if interrupted; 141 if the output pipe was closed.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_Plain("%(levelname)s: %(message)s"))

@@ -1,4 +1,4 @@
-"""Statistics of row updates in bounded memory: the most frequently updated rows, and L2 distances of updates."""
+"""Statistics of row updates, in bounded memory: the most frequently updated rows, and the L2 norms of updates."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NUM_COUNTED = 1 << 20
 class RowCounts:
     """Counter of the most frequent row ids.
 
-    Counts are exact for up to ``capacity`` different ids. With more ids, the object is a mergeable Misra-Gries sketch
-    as in Agarwal et al., "Mergeable Summaries" (PODS 2012). A count may then be too low by up to :attr:`error`, and
-    every id that occurs more than :attr:`error` times is kept.
+    Counts are exact for up to ``capacity`` different ids. With more ids, the counter is a mergeable Misra-Gries sketch;
+    see Agarwal et al., "Mergeable Summaries" (PODS 2012). Counts may then be too low by up to :attr:`error`, and every
+    id that occurs more than :attr:`error` times is kept.
 
     Args:
-        capacity: maximum number of ids to keep. Added ids are buffered and counted in batches, so memory may contain up
-            to four times as many ids.
+        capacity: maximum number of ids to keep. Ids are counted in batches, so up to four times as many ids may be in
+            memory.
 
     Attributes:
         error: maximum difference between a count and the exact count.
@@ -72,20 +72,20 @@ class RowCounts:
 
 
 class TableMovement:
-    """Statistics of the updates of one table: numbers of updates of each row, and L2 distances of updates.
+    """Statistics of the updates of one table: the number of updates of each row, and the L2 norms of updates.
 
     Args:
         spec: spec of the table.
-        sample_bytes: maximum size in bytes of the sample, which stores the previous values of rows in float32. If the
-            whole table does not fit, only every ``stride``-th row is sampled.
-        num_counted: maximum number of different updated rows for which ``counts`` remains exact.
+        sample_bytes: maximum size in bytes of the sample of rows, whose previous values are stored in float32. If the
+            table is larger, only every ``stride``-th row is sampled.
+        num_counted: maximum number of different updated rows for which :attr:`counts` is exact.
 
     Attributes:
-        stride: every ``stride``-th row is sampled; 0 if a single row exceeds ``sample_bytes``.
-        counts: number of deltas that contain each row.
-        moves: distribution of the nonzero L2 distances between successive values of sampled rows.
-        num_deltas: number of deltas that list rows of the table by id.
-        unmoved: number of times that a delta contains a sampled row with an unchanged value.
+        stride: distance between sampled rows. 0 if no row is sampled because a single row exceeds ``sample_bytes``.
+        counts: counter of the deltas that contain each row.
+        moves: distribution of the nonzero L2 distances between successive values of a sampled row.
+        num_deltas: number of deltas that contain the ids of changed rows of the table.
+        unmoved: number of updates of sampled rows that did not change the value.
     """
 
     def __init__(self, spec: TableSpec, sample_bytes: int, num_counted: int) -> None:
@@ -101,9 +101,9 @@ class TableMovement:
         self._held = np.full((num_held, spec.dim), np.nan, np.float32)
 
     def add(self, blocks: Sequence[BlockRows], *, is_delta: bool) -> None:
-        """Add the table's rows in the next version to the statistics.
+        """Add the rows of the table that the next version contains.
 
-        Pass the blocks with all rows of a range before the blocks that list row ids.
+        ``blocks`` must contain blocks with all rows of a range first, and then blocks with row ids.
         """
         # Two blocks contain the same row only if they are column shards.
         is_split = any(rows.block.num_columns < self.spec.dim for rows in blocks)
@@ -153,9 +153,9 @@ class Movement:
     Memory usage is ``sample_bytes``, 64 bytes for each of ``num_counted`` rows, and the memory for reading a version.
 
     Args:
-        specs: spec of each table by FQN. Other tables, and versions in which the shape of a table differs, are skipped.
-        sample_bytes: maximum size of the samples of all tables, in bytes; see :class:`TableMovement`.
-        num_counted: maximum number of updated rows of all tables that are counted exactly.
+        specs: specs of the tables, by FQN. Other tables, and versions in which a table has another shape, are skipped.
+        sample_bytes: maximum total size of the samples of all tables, in bytes; see :class:`TableMovement`.
+        num_counted: maximum number of updated rows that are counted exactly, for all tables together.
 
     Attributes:
         tables: statistics of each table by FQN.

@@ -20,7 +20,7 @@ _WIDTH_OF_FILES = 160
 
 
 class _Console(Console):
-    """Console that raises BrokenPipeError for a closed pipe. Its base class would exit with code 1."""
+    """Console that raises BrokenPipeError if the pipe is closed. Its base class would exit with code 1."""
 
     def on_broken_pipe(self) -> NoReturn:
         """Raise ``BrokenPipeError``, which :func:`~delta_tracker.cli.main.main` handles."""
@@ -91,7 +91,7 @@ def cell(value: object, style: str = "") -> Text:
 
 
 def one_line(text: object, style: str = "") -> Text:
-    """Return a result of :func:`cell` that is truncated instead of wrapped if it is too wide for the terminal."""
+    """Return ``text`` like :func:`cell`, but truncate it instead of wrapping it if the terminal is too narrow."""
     made = cell(text, style)
     made.no_wrap, made.overflow = True, "ellipsis"
     return made
@@ -102,9 +102,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, is_cut: b
 
     Args:
         columns: column names. A leading ``>`` is removed and makes the column right-aligned.
-        rows: cells of each row. A cell is a value, or a result of :func:`cell`, whose style is kept.
+        rows: cells of each row. A cell may be any value. If it is a result of :func:`cell`, its style is kept.
         is_cut: False to wrap the first column if the table is too wide for the terminal. True to truncate columns
-            instead, beginning with the last one. Each row then takes one line.
+            instead, beginning with the last one, so that each row takes one line.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
     as_cell = one_line if is_cut else cell
@@ -122,7 +122,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, is_cut: b
 
 
 def facts(lines: Mapping[str, str]) -> Table:
-    """Return a :class:`rich.table.Table` with one row per name and value of ``lines``, without headings."""
+    """Return a :class:`rich.table.Table` of the names and values in ``lines``, without headings."""
     made = Table.grid(padding=(0, 2))
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")

@@ -1,7 +1,7 @@
 """HTML page of a report: one self-contained file that needs no network access.
 
 Positions in charts are percentages. Shapes are SVG paths in a view box of 1000 by 100 units, which the page stretches
-to its width. Text is not part of the SVG, because stretching would distort it.
+to its width. Text is placed outside the SVG, because stretching would distort it.
 
 Names and errors from a stream are untrusted, and the template escapes them. The content security policy of the page
 allows only the page's own script, which sets text but never markup.
@@ -89,12 +89,12 @@ def share(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Tick of a chart's axis, and the label of the tick.
+    """Labeled tick on the axis of a chart.
 
     Args:
         position: distance from the left or bottom end of the axis, in percent of its length.
-        label: text of the label.
-        more: second line of the label, in a smaller font; empty for no second line.
+        label: text next to the tick.
+        more: second line of the text, in a smaller font; empty for no second line.
     """
 
     position: float
@@ -127,7 +127,7 @@ def round_values(highest: float) -> list[float]:
 
 
 def bars(slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float], gap: float) -> str:
-    """Return the path data of an SVG path that draws the bars of a chart.
+    """Return the data of an SVG path that draws the bars of a chart.
 
     ``heights`` are the heights of the bars, and ``below`` are the distances of their lower edges from the bottom of the
     chart. Both are in percent of the chart's height. ``gap`` is the fraction of each slot that is left empty.
@@ -142,10 +142,10 @@ def bars(slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float]
 
 
 def chart_slots(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
-    """Return the slot of each span on an axis, such as a time axis. Spans are ascending pairs of begin and end.
+    """Return the slot of a bar for each of ``spans``, which are ascending pairs of begin and end on an axis.
 
-    A slot ends at the end of its span. It begins where the previous slot ends, but not more than ``usual`` before its
-    span begins, so long intervals without spans remain empty. The width of a slot is at least 0.2 %.
+    A slot ends where its span ends. It begins where the previous slot ends, but at most ``usual`` before its span
+    begins, so that long intervals without spans remain empty. The width of a slot is at least 0.2 %.
 
     Example:
         >>> [(slot.left, slot.width) for slot in chart_slots([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]

@@ -86,7 +86,7 @@ def command(
     is_json: bool,
     **fields: Any,  # noqa: ANN401  of the Workload
 ) -> int:
-    """Print the forecast as tables or as one JSON object. ``fields`` are fields of :class:`Workload`."""
+    """Print the forecast as tables or as one JSON object. ``fields`` are the fields of a :class:`Workload`."""
     if bool(shapes) == (url is not None):
         raise click.UsageError("Pass --table or --from, not both." if shapes else "Pass --table or --from.")
     if options and url is None:

@@ -1,4 +1,4 @@
-"""States of the predictors of a stream, read from their heartbeats, and differences between clocks."""
+"""States of the predictors of a stream according to their heartbeats, and differences between clocks."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -16,15 +16,15 @@ from delta_tracker.stream.store_clock import StoreClock, skew_problem
 
 @dataclass(frozen=True, slots=True)
 class SeenPredictor:
-    """State of a predictor, computed from its heartbeats and the newest entry of the log.
+    """State of a predictor, computed from its last heartbeat and the newest entry of the log.
 
     Args:
         beat: last heartbeat of the predictor.
         health: state of the predictor as returned by :func:`~delta_tracker.stream.heartbeat.predictor_state`.
         seconds_ago: age of the last heartbeat in seconds, according to the store's clock.
         skew: time of the predictor's clock minus time of the store's clock, in seconds.
-        lag_versions: number of versions in the log after the version in the heartbeat. None if the predictor has
-            no version of this stream.
+        lag_versions: number of versions that were committed after the version in the heartbeat. None if the predictor
+            has not applied a version of this stream.
     """
 
     beat: Heartbeat
@@ -42,7 +42,7 @@ class SeenPredictor:
     def behind(self) -> int | None:
         """Number of versions not yet applied; None if unknown.
 
-        The number is taken from the heartbeat if the predictor is live and the heartbeat contains it. Otherwise, it is
+        For a live predictor, this is the number in its heartbeat, if there is one. Otherwise, it is
         :attr:`lag_versions`, which also counts versions that were committed after the heartbeat.
         """
         if self.lag_versions is None or self.is_silent or self.beat.lag_versions is None:
@@ -65,10 +65,11 @@ class SeenPredictor:
 def read_predictors(
     storage: Storage, head: Manifest, clock: StoreClock, *, order: Pin | None, limit: int | None = None
 ) -> tuple[list[SeenPredictor], int]:
-    """Return the predictors with a heartbeat in the last hour, and the number of heartbeats that were not read.
+    """Return the predictors that wrote a heartbeat in the last hour, and the number of heartbeats that were not read.
 
-    Predictors with errors come first, then those in the worst states. At most the ``limit`` newest heartbeats are read;
-    None for no limit. Their modification times update ``clock``. ``order`` is the newest pin or release of the stream.
+    Predictors with errors come first; predictors without errors are sorted by state, worst first. Only the ``limit``
+    newest heartbeats are read; None for no limit. The modification times of heartbeats update ``clock``. ``order`` is
+    the newest pin or release of the stream.
     """
     seen, num_unread = see_heartbeats(storage, clock, max_age=GONE_SECONDS, limit=limit)
     found: list[SeenPredictor] = []
@@ -84,10 +85,10 @@ def read_predictors(
 
 
 def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | None]]:
-    """Return the numbers of predictors and silent predictors of each host, and statistics of the other predictors.
+    """Return the number of predictors, the number of silent predictors, and statistics of versions, by host.
 
-    The statistics are the lowest, median and highest version, and the largest lag in versions. They do not
-    include predictors of other streams. They are None if unknown, for example if all predictors of a host are silent.
+    The statistics are the lowest, median and highest version, and the largest lag in versions. Predictors that are
+    silent, have stopped, or follow a different stream are not included. A statistic is None if it is unknown.
     """
     found: dict[str, dict[str, int | None]] = {}
     for host in sorted({each.beat.host for each in predictors}):
@@ -109,8 +110,8 @@ def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | N
 class Skews:
     """Differences between the clocks of a stream's publishers and the store's clock.
 
-    A slow commit makes the publisher's clock appear to be behind. The skew of a publisher is therefore the skew of the
-    entry with the smallest absolute skew.
+    A slow commit makes the publisher's clock appear to be behind. Therefore, the entry with the smallest absolute skew
+    determines the skew of its publisher.
     """
 
     def __init__(self, entries: Iterable[Manifest | Entry] = ()) -> None:

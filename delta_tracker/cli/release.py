@@ -20,7 +20,7 @@ Examples:
 @stream_command
 @click.option("--reason", default="", show_default=False, metavar="TEXT", help="Text that is stored with the release.")
 def command(stream: Stream, reason: str) -> int:
-    """Release the pin of the stream and print the release."""
+    """Release the pin of the stream, and print the release."""
     if not stream.storage.is_read_only:
         stream.head()
     pin = release_pin(stream.storage, reason=reason)

@@ -68,7 +68,7 @@ Examples:
 )
 @stream_command
 def command(stream: Stream, path: Path | None, versions: int, megabytes: int) -> int:
-    """Write the page. With ``--json``, print the data, and write the page only if ``--out`` is given."""
+    """Write the HTML page. With ``--json``, print its data, and write the page only if ``--out`` is given."""
     if path is not None and not path.absolute().parent.is_dir():  # check before reading, which may take hours
         raise InvalidArgumentError("--out", str(path), "Name a file in a directory that exists")
     figures = read_figures(stream, versions, megabytes * 1_000_000)
@@ -94,14 +94,14 @@ def _write(page: Path, text: str) -> None:
 
 
 def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
-    """Read a stream and return the data of its report as a JSON object.
+    """Read a stream, and return the data of its report as a JSON object.
 
     Times are Unix seconds according to the store's clock.
 
     Args:
         stream: stream to read.
         max_versions: maximum number of log entries to read, beginning with the newest one.
-        max_bytes: maximum total size in bytes of the parts to read, beginning with the newest version.
+        max_bytes: maximum total size of the parts to read, in bytes, beginning with the newest version.
     """
     head = stream.head()
     listed = [version for version in stream.log.versions() if version <= head.version]
@@ -271,7 +271,7 @@ def _table(bins: Sequence[Bin], sent: Amount, moved: TableMovement) -> dict[str,
 
 
 def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
-    """Return the number of values (``count``), the quantiles ``p50``, ``p90`` and ``p99``, and the maximum (``max``).
+    """Return the number of values (``count``), the quantiles ``p50``, ``p90`` and ``p99``, and the maximum ``max``.
 
     The relative error of the quantiles and the maximum is at most 1.1 %. Both are None if there are no values.
     """

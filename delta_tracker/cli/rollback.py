@@ -25,7 +25,7 @@ Examples:
 @click.option("--quick", is_flag=True, help="Compare the sizes of objects only, without reading their bytes.")
 @click.option("--replace", "replaces", is_flag=True, help="Replace the pin that applies.")
 def command(stream: Stream, version: int, reason: str, *, quick: bool, replaces: bool) -> int:
-    """Pin the stream to a version and print the pin."""
+    """Pin the stream to a version, and print the pin."""
     if not stream.storage.is_read_only:
         stream.head()
     pin = pin_version(stream.storage, version, reason=reason, replaces=replaces, is_quick=quick)

@@ -22,7 +22,7 @@ _WIDE = 110  # characters, from which hosts are shown
 def screen(view: TopView, width: int, height: int | None = None) -> RenderableType:
     """Return the screen as a renderable of ``rich``.
 
-    ``width`` is the width of the terminal in characters. ``height`` is its height in lines; None for no limit.
+    ``width`` is the width of the terminal in characters. ``height`` is its height in lines; None if it is unlimited.
     """
     notices, newest = _notices(view, height), view.watch.newest(height or _UNLIMITED)
     wanted = [max(1, len(view.predictors)), len(view.watch.amounts(view.read)), len(newest)]
@@ -60,7 +60,7 @@ def _notices(view: TopView, height: int | None) -> list[Text]:
 
 
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Distribute ``room`` lines evenly among tables, and return the number of lines of each table.
+    """Distribute ``room`` lines evenly among tables. Return the number of lines of each table.
 
     ``wanted`` contains the number of lines that each table needs. A table that needs lines gets at least one, even if
     ``room`` is less than the number of tables.

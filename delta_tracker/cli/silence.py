@@ -1,4 +1,4 @@
-"""Liveness check of a stream's publisher, for commands that replace the publisher."""
+"""Check that the publisher of a stream has stopped, for commands that replace the publisher."""
 
 import secrets
 
@@ -16,7 +16,7 @@ def check_silence(storage: Storage, silence: float) -> PublisherActivity | None:
 
     Raises:
         LivePublisherError: if the publisher wrote an entry or a heartbeat in the last ``silence`` seconds.
-        InvalidArgumentError: if ``silence`` is less than the time between the publisher's heartbeats.
+        InvalidArgumentError: if ``silence`` is less than the interval between the publisher's heartbeats.
     """
     name = f"command-{secrets.token_hex(4)}"  # two commands may run at the same time
     try:

@@ -1,4 +1,4 @@
-"""``sink``: write a stream to a row store and keep the row store up to date."""
+"""``sink``: write a stream to a row store, and keep the row store up to date."""
 
 import importlib
 import time

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: the stream argument, store options, types of options, and handling of SIGTERM."""
+"""Shared code of the commands: the stream argument, store options, option types, and the handling of SIGTERM."""
 
 import functools
 import signal
@@ -38,7 +38,7 @@ class Stream:
     out: Output
 
     def entries(self, versions: Sequence[int]) -> Iterator[tuple[int, Manifest | MalformedError]]:
-        """Yield each of ``versions`` with its entry, or with the error of a malformed entry. Show a progress bar.
+        """Yield pairs of a version and its entry, or the error if the entry is malformed. Show a progress bar.
 
         Missing entries are omitted, because retention may delete entries at any time.
         """
@@ -78,8 +78,8 @@ class Stream:
 def stream_command(function: Callable[..., int]) -> Callable[..., int]:
     """Decorator that adds the argument ``URL`` and the options ``--option`` and ``--json`` to a click command.
 
-    Place the decorator below ``click.command``, and above the command's own arguments to make ``URL`` the first
-    argument. ``function`` is called with a :class:`Stream` and the command's own parameters, and returns the exit code.
+    Place the decorator below ``click.command`` and above the command's own arguments, so that ``URL`` is the first
+    argument. ``function`` is called with a :class:`Stream` and the command's own parameters. It returns the exit code.
     """
 
     @functools.wraps(function)
@@ -94,10 +94,10 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def store_options(options: Sequence[str], option: str = "--option") -> dict[str, str] | None:
-    """Convert the ``name=value`` arguments of an option to a dict. Return None if there are no arguments.
+    """Convert ``name=value`` strings to a dict. Return None if there are no strings.
 
     Raises:
-        click.UsageError: if an argument has no name or no ``=``. The message omits the argument, which may be secret.
+        click.UsageError: if a string has no name or no ``=``. The message omits the string, which may be secret.
     """
     pairs = [each.partition("=") for each in options]
     for name, equals, _ in pairs:
@@ -125,7 +125,7 @@ class Number(click.FloatRange):
 
 @contextmanager
 def os_errors_of(option: str, value: object, remedy: str = "Choose another path") -> Iterator[None]:
-    """Context manager that converts OSError, except StorageError, to an InvalidArgumentError about ``option``."""
+    """Context manager that raises an InvalidArgumentError about ``option`` for an OSError other than StorageError."""
     try:
         yield
     except StorageError:

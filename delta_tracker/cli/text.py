@@ -24,7 +24,7 @@ def escaped(text: object) -> str:
 
 
 def error_text(error: DeltaTrackerError) -> str:
-    """Format the problem and the remedy of an error in one line. The problem is truncated to 400 characters."""
+    """Format an error as one line: its problem, truncated to 400 characters, and its remedy."""
     rest = " ..." if len(error.problem) > _MAX_TEXT else ""
     return escaped(f"error: {error.problem[:_MAX_TEXT]}{rest}. {error.remedy}.")
 
@@ -40,7 +40,7 @@ def count(number: int) -> str:
 
 
 def plural(number: int, one: str, many: str = "") -> str:
-    """Format a number and its noun, in singular or plural. The plural ``many`` defaults to ``one`` followed by ``s``.
+    """Format a number, followed by the singular ``one`` or the plural ``many`` of a noun.
 
     Example:
         >>> plural(1, "entry", "entries"), plural(2000, "part")
@@ -64,7 +64,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration with a suitable unit, from ms to d.
+    """Format a duration in seconds with a suitable unit, from ms to d.
 
     Example:
         >>> duration(0.0123), duration(4.25), duration(600), duration(100_000)
@@ -81,7 +81,7 @@ def duration(seconds: float) -> str:
 def format_time(seconds: float, form: str = "%Y-%m-%d %H:%M:%S", zone: tzinfo | None = None) -> str:
     """Format a Unix time with a strftime format. ``zone`` defaults to the time zone of the host.
 
-    If ``datetime`` cannot represent the time, only the year is returned.
+    Times that ``datetime`` cannot represent are formatted as a year.
 
     Example:
         >>> format_time(1e15)

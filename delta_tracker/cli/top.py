@@ -38,7 +38,7 @@ Examples:
 @click.option("--once", is_flag=True, help="Show the screen once and exit.")
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
-    """Show the screen and refresh it until Ctrl-C. With ``--json``, print one JSON object per refresh instead."""
+    """Show the screen, and refresh it until Ctrl-C. With ``--json``, print one JSON object per refresh instead."""
     if not once:
         with terminated():
             stream.wait_for_head(every)
@@ -62,8 +62,7 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
 def _views(stream: Stream, window: float) -> Iterator[TopView]:
     """Yield one view per refresh, indefinitely.
 
-    If the first read fails, the error is raised. If a later read fails, the error is stored in the view, and the next
-    refresh reads again.
+    If the first read fails, the error is raised. Errors of later reads are stored in the view, and the read is retried.
     """
     watch, clock = Watch(stream.log, window), StoreClock()
     order: Pin | None = None

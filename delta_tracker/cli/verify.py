@@ -1,4 +1,4 @@
-"""``verify``: check the hashes of all entries and parts of a stream, and the links between entries."""
+"""``verify``: check the hashes of a stream's entries and parts, and the links between entries."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ Examples:
 @stream_command
 @click.option("--quick", is_flag=True, help="Compare the sizes of parts only, without reading their bytes.")
 def command(stream: Stream, *, quick: bool) -> int:
-    """Check the stream and print the findings."""
+    """Check the stream, and print the problems that were found."""
     check = _Check(stream, is_quick=quick)
     check.run()
     counts, skews, findings = check.counts, check.skews.problems(), check.findings
@@ -84,7 +84,7 @@ def command(stream: Stream, *, quick: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Damaged or missing entry or object. ``is_in_the_way`` is True if a new predictor would have to read it."""
+    """Problem of an entry or object. ``is_in_the_way`` is True if a new predictor must read the entry or object."""
 
     where: str
     problem: str
@@ -112,7 +112,7 @@ class _Owners:
         self._held, self._new = {}, []
 
     def problems(self, manifest: Manifest, *, is_whole: bool) -> Iterator[str]:
-        """Yield a description of each problem after the version ``manifest``. Pass all its rows to :meth:`add` first.
+        """Yield a description of each problem after the version ``manifest``. Pass its rows to :meth:`add` first.
 
         ``is_whole`` is False if some rows of the version could not be added.
         """
@@ -146,7 +146,7 @@ class _Owners:
 
 @dataclass
 class _Check:
-    """Check of all entries and objects of one stream, and the result of the check.
+    """Checker of all entries and objects of a stream, which also stores the results.
 
     Args:
         stream: stream to check.
@@ -154,7 +154,7 @@ class _Check:
 
     Attributes:
         findings: damage that was found.
-        choice: tables of which the store has a mirror.
+        choice: tables that the store contains, if it is a mirror of selected tables.
         skews: differences between the clocks of the publishers and the clock of the store.
         counts: numbers of well-formed entries of the log (``entries``) and merged ones (``merged``), checked objects,
             including damaged ones (``parts``), and bytes of these objects (``bytes``).

@@ -1,4 +1,4 @@
-"""Tables of a version in memory-mapped files, which may be larger than memory."""
+"""Write the tables of a version to memory-mapped files, which may be larger than the main memory."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -32,15 +32,15 @@ def write_versions(
     table: str | None = None,
     advance: Callable[[int], None],
 ) -> dict[str, Tensor]:
-    """Write the rows and raw ids of ``manifests`` to tensors, in order. Return the dense tensors by name.
+    """Apply the versions ``manifests``, in order, to tensors of rows and raw ids. Return the dense tensors by name.
 
-    ``rows`` contains a tensor ``[rows, columns]`` for each table by FQN. ``owners`` contains an int64 tensor ``[rows]``
-    for the raw ids of each table by FQN. The tensors are written in place. Tables without a tensor are skipped. If
-    ``table`` is given, only parts that contain it are read. ``advance`` is called with the bytes of each version.
+    ``rows`` contains a ``[rows, columns]`` tensor for the rows of each table, and ``owners`` a ``[rows]`` int64 tensor
+    for its raw ids, by FQN. The tensors are written in place. Tables without a tensor are skipped. If ``table`` is
+    given, only parts that contain this table are read. ``advance`` is called after each version with its size in bytes.
 
     Raises:
-        MalformedError: if a table of a version is missing in ``like``, or if its spec or its buckets of raw ids differ
-            from those in ``like``.
+        MalformedError: if ``like`` lacks a table of a version, or contains it with a different spec or different
+            buckets of raw ids.
     """
     targets = {fqn: TensorTarget.of(each) for fqn, each in rows.items()}
     dense: dict[str, Tensor] = {}
@@ -63,7 +63,7 @@ def write_versions(
 
 
 def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> dict[str, Tensor]:
-    """Create a file and return tensors that are memory-mapped from it, by name. The disk space is allocated at once.
+    """Create a file, and return memory-mapped tensors in it, by name. The disk space is allocated immediately.
 
     The file contains the bytes ``header``, followed by the tensors in the order of ``specs``.
     """
@@ -85,7 +85,7 @@ def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> d
 
 
 def rows_spec(table: TableSpec) -> DenseSpec:
-    """Return the dtype and shape of a tensor that contains all rows of a table."""
+    """Return the dtype and shape of a tensor for all rows of ``table``."""
     return DenseSpec(table.dtype_name, (table.num_rows, table.dim))
 
 

@@ -1,4 +1,4 @@
-"""Incremental reader of the newest entries of a stream, and the data for one refresh of the screen of ``top``."""
+"""Incremental reader of the newest entries of a stream, and the data that the screen of ``top`` shows."""
 
 import time
 from collections import deque
@@ -27,18 +27,18 @@ _NUM_LISTED = 20
 class Watch:
     """Incremental reader of the newest entries of a stream, for computing rates over a time window.
 
-    Call :meth:`refresh` periodically. The reader keeps the entries in the window before the last refresh, and some
-    older entries.
+    Call :meth:`refresh` periodically. The reader retains the entries of the time window before the last refresh, and
+    some older ones.
 
     Attributes:
-        head: newest entry that was read; None before the first entry.
+        head: newest entry that has been read; None if no entry has been read.
         entries: newest entries in ascending order, at most 5,000.
-        tables: spec of each table by FQN, from the newest entry with tables.
-        changed: for each table by FQN, the newest delta that contains rows of the table.
-        is_complete: True if the last :meth:`refresh` reached the newest entry of the log.
+        tables: spec of each table by FQN, according to the newest entry that contains tables.
+        changed: newest delta that contains rows of each table, by FQN.
+        is_complete: True if the last :meth:`refresh` read up to the newest entry of the log.
         skews: differences between the clocks of the publishers and the store's clock.
-        fault: description of the malformed entry at which the last backward read stopped; None if there was none.
-        starts: number of times that :meth:`refresh` has read the log backwards from the head.
+        fault: description of the malformed entry that ended the last read of the log backwards; None if there was none.
+        starts: number of times that :meth:`refresh` has read the log backwards from the newest entry.
     """
 
     def __init__(self, log: StreamLog, window_seconds: float) -> None:
@@ -55,9 +55,9 @@ class Watch:
         self._next_check = 0.0
 
     def refresh(self, now: float) -> None:
-        """Read the entries committed since the last call, at most 500.
+        """Read the entries that were committed since the last call, at most 500.
 
-        The first call reads the newest entries backwards from the head instead. A later call does so if the stream was
+        The first call reads the log backwards from the newest entry instead. Later calls also do so if the stream was
         replaced or the next entry is missing.
 
         Args:
@@ -82,9 +82,9 @@ class Watch:
         return list(islice(reversed(self.entries), count))
 
     def seconds(self, now: float) -> float:
-        """Return the number of seconds of the time window that the entries cover, at least 1.
+        """Return the length in seconds of the part of the time window that the retained entries cover, at least 1.
 
-        If the oldest entry was committed before the window began, the entries cover the whole window.
+        The entries cover the whole window if the oldest one was committed before the window began.
         """
         oldest = self.entries[0].committed if self.entries else now
         return min(self._window_seconds, max(1.0, now - oldest))
@@ -147,7 +147,7 @@ class Watch:
 
 @dataclass(slots=True)
 class TopView:
-    """Data of one refresh of the screen of ``top``.
+    """Data that the screen of ``top`` shows after one refresh.
 
     Args:
         url: URL of the stream.
@@ -156,8 +156,8 @@ class TopView:
         predictors: predictors with a heartbeat in the last hour.
         num_gone: number of predictors whose last heartbeat is older than an hour.
         skews: descriptions of clocks that differ from the store's clock by more than a minute.
-        problem: error of the last read, or a different message to show; None if there is no message.
-        read: time of the last successful read, in Unix seconds. Rates are those of the window that ends then.
+        problem: message to show, for example the error of the last read; None if there is no message.
+        read: time of the last successful read, in Unix seconds. Rates are averages over the time window before it.
     """
 
     url: str
@@ -176,7 +176,7 @@ class TopView:
         return self.watch.head
 
     def rates(self) -> tuple[float, float, float]:
-        """Return the average numbers of versions, rows and bytes per second, in this order, over the time window."""
+        """Return the average numbers of versions, rows and bytes per second, in this order, in the time window."""
         recent, seconds = self.watch.recent(self.read), self.watch.seconds(self.read)
         sums = len(recent), sum(entry.num_rows for entry in recent), sum(entry.num_bytes for entry in recent)
         versions, rows, num_bytes = (each / seconds for each in sums)

@@ -20,14 +20,12 @@ _MAX_CALLS_PER_VOTE = 16
 class Cadence:
     """Schedule of :meth:`Publisher.step`. A version starts when at least one rank has reached one of the bounds.
 
-    Rows and bytes are counted on each rank separately. Tables without a fused optimizer are not counted, because only a
-    read finds their changed rows.
+    Rows and bytes are counted on each rank separately. Tables without a fused optimizer are not counted.
 
     All ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, and act on the votes at the next such
     call. A single rank acts at once. For the bound ``batches``, or on a single rank, a version starts at most
     ``vote_every - 1`` calls late. For the other bounds on several ranks, it starts at most ``2 * vote_every - 1`` calls
-    late. The delay is longer if the previous version is still in progress. For a snapshot, all rows are first copied
-    while training continues.
+    late. The delay is longer if the previous version is still in progress.
 
     Args:
         batches: bound on the number of batches since the last version.
@@ -36,8 +34,7 @@ class Cadence:
         num_bytes: bound on the size in bytes of the pending rows' values on one rank, in the tables' dtypes.
         snapshot_every: interval between two snapshots, in versions. It is counted from the newest snapshot in the
             stream, which may come from an earlier publisher or from :meth:`Publisher.snapshot`. Claims count as
-            versions. Merged snapshots do not count as snapshots. If None, :meth:`Publisher.step` publishes snapshots
-            only when they are required.
+            versions. Merged snapshots do not count as snapshots. None publishes snapshots only when they are required.
         vote_every: interval between two votes, in calls of :meth:`Publisher.step`. It must be the same on all ranks. If
             None, it is the number of ranks divided by 16, rounded up, but at most 16.
 

@@ -57,7 +57,7 @@ class Draft:
 class Coordinator:
     """Writer of one rank's parts of each version. Rank 0 also claims the stream and commits the versions.
 
-    The training thread may call all methods. A worker thread may call :meth:`write_part`, :meth:`write`, :meth:`commit`
+    The training thread may call all methods. Worker threads may call :meth:`write_part`, :meth:`write`, :meth:`commit`
     and :meth:`head_message`.
 
     Attributes:
@@ -87,8 +87,7 @@ class Coordinator:
     def skew(self) -> float | None:
         """Return this host's clock minus the store's clock, in seconds, at the commit of :attr:`head`.
 
-        The difference is positive if this host's clock was ahead, and None if it is unknown. Sends a request to the
-        store.
+        Returns None if the difference is unknown. This method sends a request to the store.
         """
         head = self.head
         stored = self.storage.stat(entry_name(head.version))
@@ -258,8 +257,7 @@ def declared_states(messages: Sequence[Mapping[str, Any]], tables: Mapping[str, 
 
     ``messages`` contains a mapping for each rank, in rank order. It maps FQNs to specs of the optimizer states of the
     rank's column ranges, as JSON values. Tables without specs are omitted. Raises RankFailedError if the optimizer or
-    the states of a table differ between ranks, or if the column ranges do not cover each column of a table exactly
-    once.
+    the states of a table differ between ranks, or if the column ranges do not cover each column once.
     """
     first: dict[str, TableStates] = {}
     columns: dict[str, set[tuple[int, int]]] = {}

@@ -137,8 +137,7 @@ class Exchange:
     def start_votes(self, vote: Vote) -> Gathering:
         """Start sending this rank's vote to all ranks. Return the handle to pass to :meth:`count`. Does not wait.
 
-        If other ranks still wait for a message from this rank because of an earlier failure, a blank message is sent
-        first.
+        If other ranks still wait for a message of this rank after a failure, a blank message is sent first.
         """
         if self._exchanged is not None or self._num_owed_bytes:
             self.send_owed_message()
@@ -152,8 +151,7 @@ class Exchange:
             meanwhile: function to call several times per second while waiting; None for no calls.
 
         Returns:
-            A vote with the maximum of each field over all ranks, and True if the batch and tables of all ranks are the
-            same.
+            A vote with the maximum of each field over all ranks, and True if all ranks have the same batch and tables.
 
         Raises:
             RankFailedError: if ranks are in different phases.

@@ -89,15 +89,13 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model failed or was interrupted.
-        UnsupportedModelError: if the optimizer of a table is missing in ``recovery``, or its states cannot be
-            published.
+        UnsupportedModelError: if ``recovery`` lacks the optimizer of a table, or if a state cannot be published.
         InvalidArgumentError: if an argument is invalid, or does not match the model, the tracker or another argument,
             for example ``recovery`` with ``top_k``. Also raised if the claim in ``url`` was already used, or if rank 0
             opened a different store.
         UnsupportedStoreError: if the store does not support atomic creation of objects.
         MalformedError: if the stream's newest entry is malformed.
-        StorageError: if this rank cannot access the store. After an error during the claim, the stream may be claimed
-            nevertheless.
+        StorageError: if this rank cannot access the store. The stream may have been claimed nevertheless.
         RankFailedError: if another rank raised one of these errors, or if the ranks passed different values of
             ``top_k``, ``encoding``, ``cadence`` or ``recovery``.
         RankLostError: if a rank dies, or does not create its publisher in time.
@@ -305,8 +303,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         Raises:
             FencedError: on every rank, if a newer publisher has claimed the stream. Nothing was published.
-            RankFailedError: if another rank failed, called a different method, or is at a different batch; no row is
-                lost.
+            RankFailedError: if another rank failed, called another method, or is at another batch; no row is lost.
             UnfinishedStepError: with ``recovery``, if an update is still in progress after the wait described in
                 :meth:`step`, or if rows were updated since the last ``tracker.step()``; every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit, or a directory cannot be flushed to

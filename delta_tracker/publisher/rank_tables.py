@@ -66,8 +66,7 @@ class RankSchema(NamedTuple):
     """Schema of a version on this rank. If the schema changes, the next version must be a snapshot.
 
     All mappings are keyed by FQN. ``states`` describes the optimizer states of this rank's column ranges. It is empty
-    if versions contain no states. ``text`` describes the tables and identities. ``digest`` is an int64 hash of
-    ``text``.
+    if versions contain no states. ``text`` describes the tables and identities; ``digest`` is its int64 hash.
     """
 
     format: int
@@ -85,7 +84,7 @@ class RankTables:
 
     Copies have the dtype of their table, and are encoded on the CPU when they are read. They use 8 bytes per row id, in
     addition to the size of the rows; see :class:`~.host_copies.HostCopier`. The result of :meth:`whole` uses the memory
-    of one chunk only.
+    of a chunk.
 
     With 2D parallelism, only the ranks of a table's first replica copy its rows.
 

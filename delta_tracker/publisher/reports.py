@@ -23,8 +23,7 @@ class Reports:
         writer: writer of the stream. Rank 0 counts the versions and rows of all ranks.
 
     Attributes:
-        error: error that prevented the last version from being published, without a traceback; None if it was
-            published.
+        error: error of the last version, without a traceback; None if the version was published.
         is_over: True if this publisher can publish no more versions, because it is fenced or has lost a rank.
     """
 

@@ -47,8 +47,7 @@ class TrackerReader:
 
     Attributes:
         tables: tables of this rank, which provide the schema and copies of rows.
-        find_dense: function that returns the dense tensors that this rank writes, by name; None if no dense tensors are
-            published.
+        find_dense: function that returns the dense tensors that this rank writes, by name; None if there are none.
         is_repairing: True if the next delta must contain all pending rows despite ``top_k``, because it repairs
             versions that were published after the loaded checkpoint.
     """
@@ -150,8 +149,7 @@ class TrackerReader:
     def copy(self) -> list[BlockRows]:
         """Start a snapshot: begin to track later changes, and return all rows of the tables with a fused optimizer.
 
-        Changes after this call are tracked separately and read by :meth:`cut`. The rows are copied in chunks when they
-        are read.
+        Later changes are tracked and read by :meth:`cut`. The rows are copied in chunks when they are read.
         """
         if self.handle.needs_snapshot:
             # The pending rows were dropped: until this snapshot is committed, a resumed trainer needs a snapshot too.
@@ -173,10 +171,9 @@ class TrackerReader:
 
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
-            copied: for a snapshot, the part that contains the rows returned by :meth:`copy`; None if there are no such
-                rows.
-            is_complete: for a delta, True to read all changed rows despite ``top_k``. It must be the same on every
-                rank.
+            copied: for a snapshot, the part that contains the rows returned by :meth:`copy`; None if there are no rows.
+            is_complete: for a delta, True to read all changed rows despite ``top_k``. All ranks must pass the same
+                value.
 
         Returns:
             This rank's data for the version, and the read to pass to :meth:`end`.

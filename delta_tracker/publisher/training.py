@@ -76,8 +76,7 @@ class Recovery:
     """Training state that a publisher writes with each version. A restore or a standby continues from this state.
 
     Pass the same names to the publisher, the restore and the standby. Besides the states of these objects, a version
-    contains the dense tensors, the position in the training data, and the states of the fused optimizers for the
-    version's rows.
+    contains the dense tensors, the position in the training data, and the states of fused optimizers for its rows.
 
     Args:
         training_state: objects by name whose state is the same on all ranks, such as the dense optimizer and the

@@ -34,8 +34,7 @@ class Copying:
 
     Args:
         after: number of the vote that started the copy.
-        job: future of the part that contains the copied rows. None if copying has not begun, for example after an
-            interrupt.
+        job: future of the part that contains the copied rows. None if copying has not begun because of an interrupt.
     """
 
     after: int
@@ -79,8 +78,7 @@ class Call:
     Args:
         name: kind of the call.
         batch: number of batches trained on when the method was called.
-        last: number of the last vote of ``step()`` if it had not been counted when the method was called; otherwise
-            None.
+        last: number of the last vote of ``step()`` if it was not counted before the method was called; otherwise None.
         voted: number of votes that this rank had sent when the vote of this call became due; None until then.
     """
 

@@ -6,6 +6,5 @@ and writes the version to the model. ``training_states.py`` reads the states of 
 the states of objects, and ``targets.py`` writes rows. ``random_states.py`` restores random generators.
 
 ``standby.py`` contains the standby, a job that takes over when the trainer fails. In a standby, ``shard_follower.py``
-writes the rows of each version on each rank. ``streams.py`` decides on rank 0 when to take over, and claims the
-streams.
+writes the rows of each version on each rank. ``streams.py`` decides on a takeover and claims the streams.
 """

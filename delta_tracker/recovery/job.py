@@ -182,7 +182,7 @@ class Saved:
 
     Args:
         states: optimizer states of each table with a fused optimizer.
-        unfused: saved shard of each table without a fused optimizer: this rank's shard, or any shard if the world size
+        unfused: saved shard of each table without a fused optimizer: this rank's, or any shard if the world size
             changed.
         training: names of the training states that are the same on all ranks.
         rank: names of the per-rank states, including :data:`DATA` if the position in the training data was saved.

@@ -18,8 +18,7 @@ class ModelChange:
     """Parts of a version and of a job that a restore skips because they do not match.
 
     Args:
-        tables: specs of the tables of the version, by FQN. For tables to restore, the number of rows is that of the
-            job.
+        tables: specs of the tables of the version, by FQN. Restored tables have the job's number of rows.
         stateless: FQNs of the tables whose rows are restored, but not the optimizer states.
         ignore: names of all tables, dense tensors and states that are not restored.
         differences: a message for each item that is not restored, or is restored in part.

@@ -50,8 +50,7 @@ class RandomStates:
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  validated below
         """Restore ``state``, a result of :meth:`state_dict`.
 
-        Raises InvalidArgumentError, without changing any state, if a state is invalid or the number of CUDA devices
-        differs.
+        Raises InvalidArgumentError and changes nothing if a state is invalid or the number of CUDA devices differs.
         """
         if not isinstance(state, dict) or state.keys() != _LOADERS.keys():
             found = sorted(map(str, state)) if isinstance(state, dict) else type(state)

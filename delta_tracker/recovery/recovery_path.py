@@ -36,8 +36,8 @@ def recovery_path(
 
     The last entry contains the training states. It is the newest snapshot or delta up to ``version``, or in the log if
     ``version`` is None. All entries have the same tables and states. Where possible, a merged entry replaces several
-    versions. Unreadable merged entries are logged and skipped. ``avoid`` is an entry that cannot be applied, and is not
-    part of the result.
+    versions. Unreadable merged entries are logged and skipped. The result never contains ``avoid``, an entry that
+    cannot be applied.
 
     ``applied`` is the last entry, possibly merged, whose rows have already been written to the model. If deltas lead
     from ``applied`` to the version, the result starts with ``applied`` instead of a snapshot.

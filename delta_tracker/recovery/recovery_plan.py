@@ -46,11 +46,9 @@ class Plan:
         collisions: managed-collision module of each table, and the saved states to load, by FQN.
         held: dense tensors of the model to write to, by name.
         names: names of the dense tensors to read from the parts of the last entry.
-        dense: values of the dense tensors that are stored in the training states, by name. They include this rank's
-            buffers.
+        dense: values of the dense tensors and of this rank's buffers that the training states contain, by name.
         consumers: result of :func:`pending_rows`.
-        rerouted: FQNs of the tables whose buckets, which map unknown raw ids to rows, differ between the job and the
-            version.
+        rerouted: FQNs of the tables whose buckets, which map unknown raw ids to rows, differ from the version's.
         change: parts of the version and of the job that are not restored.
     """
 

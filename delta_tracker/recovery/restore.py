@@ -79,15 +79,13 @@ def restore(  # noqa: PLR0913  all but two have a default
         url: url or :class:`~delta_tracker.stream.storage.storage.Storage` of the stream.
         version: version to restore, the same on all ranks; None for the newest version.
         tracker: tracker of the model.
-        recovery: objects of this job whose states are loaded, with the names used in the publisher; None for
-            ``Recovery()``.
+        recovery: objects whose states are loaded, with the names used in the publisher; None for ``Recovery()``.
         data: position in the training data to restore. It is also attached to the tracker.
         ignore: names of tables, dense tensors and states that are not restored, the same on all ranks. ``"data"`` is
             the name of the position in the training data.
         on_model_change: "stop" to raise an error if the version does not match the job, or "continue" to restore the
             parts that match; see ``guide/recover.md``. It must be the same on all ranks.
-        timeout: maximum time to wait for the slowest rank in each of four steps. One of the steps reads and writes all
-            rows.
+        timeout: maximum time to wait for the slowest rank in each of four steps. One step reads and writes all rows.
 
     Raises:
         NotRecoverableError: if the version does not exist or contains no states, or if an object is missing in the
@@ -118,8 +116,7 @@ class Restoration:
 
     Args:
         applied: entry up to which all rows have already been written to the model. It may differ between ranks.
-        keeps_mark: True if the caller marks the model as incomplete before the restore, and removes the mark
-            afterwards.
+        keeps_mark: True if the caller marks the model as incomplete and removes the mark afterwards.
     """
 
     exchange: Exchange

@@ -91,8 +91,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         serving: urls or storages of all serving streams of the trainer.
         name: name of this job in its heartbeats and in the label ``standby`` of the metrics. It must differ from the
             names of predictors and of other standbys.
-        look_seconds: interval between two polls of the stream, in seconds. Ranks that apply versions respond to the
-            other ranks at this interval.
+        look_seconds: interval between two polls of the stream, in seconds. Ranks also exchange messages at about this
+            interval.
         timeout: maximum time to wait for the slowest rank. It must be long enough to read and write a whole snapshot.
         runtime: provider of clocks and waits. Replace it in simulations only.
 
@@ -198,8 +198,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def sync(self) -> int | None:
         """Apply all committed versions on all ranks. A collective.
 
-        Returns the minimum of :attr:`version` over all ranks, or None if a rank has no version yet. Also raises the
-        errors of :meth:`follow`.
+        Returns the minimum of :attr:`version` over all ranks; None if it is None on a rank. Also raises the errors of
+        :meth:`follow`.
 
         Raises:
             StorageError: if the store cannot be read.
@@ -215,14 +215,12 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         Also raises the errors of :meth:`follow`.
 
         Args:
-            force: True to take over even if the publisher may be alive, or if this standby cannot apply the last
-                version.
+            force: True to take over even if the publisher may be alive or a version cannot be applied.
             silence: without ``force``, number of seconds without a version or heartbeat after which the publisher is
                 considered dead, according to the store's clock.
 
         Raises:
-            LivePublisherError: on all ranks, if the publisher is considered alive, or if another job has claimed the
-                stream.
+            LivePublisherError: on all ranks, if the publisher is alive, or if another job has claimed the stream.
             TakeoverFailedError: on all ranks, if the takeover failed after the claim. Call this method again to
                 continue. Without ``force``, also raised before the claim if a version cannot be applied.
             StreamReplacedError: on all ranks, if the stream had versions, but is now missing or contains only a claim.

@@ -55,8 +55,7 @@ def state_targets(
     """Return targets to which a :class:`RowWriter` writes optimizer states, by name of the state table.
 
     All arguments are keyed by the FQN of the table. ``views`` contains a list of the model's states, ``[R, columns]``
-    or ``[R, 1]`` each, for each column range of a shard, in order. ``states`` contains the specs of the states in the
-    stream.
+    or ``[R, 1]`` each, for each column range of a shard, in order. ``states`` contains the specs of the states.
     """
     found: dict[str, RowTarget] = {}
     for fqn, table in states.items():
