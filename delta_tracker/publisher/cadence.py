@@ -73,8 +73,8 @@ class Cadence:
 class CadenceProgress:
     """Progress of one rank towards the bounds of a cadence since the start of the last version.
 
-    Exact counts of pending rows are slow. They are computed only if the last exact count plus the number of rows
-    recorded since then reaches a bound.
+    Counting pending rows exactly is slow. It is done only if the last exact count plus the number of rows recorded
+    since then reaches a bound.
 
     Args:
         consumer: name of the consumer whose pending rows are counted.

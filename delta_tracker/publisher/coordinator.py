@@ -38,9 +38,9 @@ class Draft:
         pending_rows: number of changed rows on this rank that ``top_k`` did not select. They stay pending.
         parts: parts of the version that this rank has already written.
         training: training state of this rank, whose tensors are being copied; None for a version without states.
-        owner_changes: for each table by FQN, a host copy of a ``[2]`` int64 tensor. It contains the number of raw ids
-            that were assigned a row of this rank since the previous version, and the number of raw ids that lost one.
-            None if the raw ids of the previous version are unknown.
+        owner_changes: host copy of a ``[2]`` int64 tensor for each table, by FQN. It contains the numbers of raw ids
+            that gained and lost a row of this rank since the previous version. None if the raw ids of the previous
+            version are unknown.
     """
 
     kind: Kind
@@ -207,7 +207,7 @@ class Coordinator:
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
     def set_head(self, message: Mapping[str, Any]) -> Manifest:
-        """Set :attr:`head` to the last entry, and return it. ``message`` is rank 0's :meth:`head_message`."""
+        """Set :attr:`head` to the last entry, and return it. ``message`` is rank 0's result of :meth:`head_message`."""
         if self._claim is not None:
             self.head = self._claim.head
         else:

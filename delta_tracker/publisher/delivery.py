@@ -36,7 +36,7 @@ class Outcome:
 
 
 class Delivery:
-    """Writer that completes each version in background threads after the rows were read.
+    """Writer of versions in background threads. It writes and commits each version after its rows have been read.
 
     Each rank writes its parts and sends a description of them to rank 0. Rank 0 commits the version and sends the
     outcome to all ranks. In the meantime, the ranks exchange keep-alive messages. A dead rank is therefore detected at
@@ -45,7 +45,7 @@ class Delivery:
     Args:
         writer: writer of this rank's parts. On rank 0, it also commits the versions.
         group: process group of all ranks. No other object may use it.
-        seconds: interval between keep-alive messages.
+        seconds: interval between keep-alive messages in seconds.
         committed: functions to call on rank 0 with the manifest of each committed version. They are called in a
             background thread. If the outcome of a commit is unknown, they are called again with the previous manifest.
 
@@ -72,7 +72,7 @@ class Delivery:
         """Start writing and committing a version. If the call is interrupted, repeat it with the same ``outcome``.
 
         Args:
-            outcome: future that receives the result. Errors are stored in :attr:`Outcome.error`.
+            outcome: future whose result is set when the version has been published or has failed.
             number: number of the vote in which the ranks decided to read the rows. It is the same on all ranks.
             draft: this rank's data for the version, or the error that occurred when the rank read its rows.
             read: uncommitted read of the version's rows.
@@ -244,7 +244,7 @@ class PublisherHeartbeats:
 
     Args:
         storage: store of the stream.
-        seconds: interval between heartbeats. The first heartbeat is written this long after the claim.
+        seconds: interval between heartbeats in seconds. The first heartbeat is written this long after the claim.
     """
 
     def __init__(self, storage: Storage, seconds: float, runtime: Runtime) -> None:

@@ -169,11 +169,11 @@ class Exchange:
         return most, least[:3] == most[:3]
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
-        """Send a message to all ranks. Return the contents of the messages of all ranks, in rank order.
+        """Send the message ``own`` to all ranks. Return the contents of all ranks' messages, in rank order.
 
         Raises:
             Exception: ``own.failure``, if this rank failed.
-            FencedError, LostEntryError: if another rank failed with this error.
+            FencedError, LostEntryError: if another rank failed with one of these errors.
             RankFailedError: if another rank is in a different phase, failed with a different error, or was interrupted.
             RankLostError: if a rank died or did not answer in time.
         """
@@ -211,7 +211,7 @@ class Exchange:
 
 
 class VoteExchange(Exchange):
-    """Exchange for a publisher that also counts the votes that this rank must send.
+    """Exchange of a publisher, which also counts the votes that this rank must send.
 
     A vote is due at every ``vote_every``-th call of ``step()``. If this call fails, the vote is sent later.
 

@@ -47,7 +47,7 @@ _PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest 
 
 @refuses_unknown(cadence=Cadence, recovery=Recovery, upkeep=Upkeep)
 class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a new Publisher after it is loaded"):
-    """Writer of the rows that a tracker recorded as changed to a stream. Each version contains the rows of all ranks.
+    """Writer that publishes the changed rows of a tracker to a stream. Each version contains the rows of all ranks.
 
     Every rank creates a publisher in its training thread. In this thread, all ranks call :meth:`step` after each batch,
     or :meth:`publish` or :meth:`snapshot` at the same batch. Each rank reads its own rows (the cut), and background
@@ -64,14 +64,14 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         consumer: name of the tracker's consumer; None if the tracker has only one.
         top_k: maximum number of rows in a delta. Only the rows that changed most are published. The other rows stay
             pending. None publishes all changed rows.
-        dense: dense parameters and buffers to publish: True for all in the model, a module, names in the model's
+        dense: dense parameters and buffers to publish: True for the whole model, a module, names in the model's
             ``state_dict``, a list of modules, or a dict that maps names to modules. Each version contains rank 0's
             values of these tensors at the cut. Tensors that are split over the ranks are rejected. False publishes no
             dense tensors. None is the same as False, but logs a warning if the model has trainable dense parameters.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping from FQNs to
             encodings. Tables without an encoding are stored in their own dtype.
         cadence: schedule of :meth:`step`. None if :meth:`step` is not used.
-        upkeep: retention, compaction and pointer object of the stream; None for ``Upkeep()``.
+        upkeep: settings for retention, compaction and the pointer object of the stream; None for ``Upkeep()``.
         recovery: training state to publish with each version, so that :func:`~delta_tracker.recovery.restore.restore`
             can continue training from a version. Entries are then written in format 2. After ``restore``, the first
             version is a delta. After a checkpoint was loaded, it is a snapshot, because the checkpoint may not contain
@@ -95,7 +95,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             opened a different store.
         UnsupportedStoreError: if the store does not support atomic creation of objects.
         MalformedError: if the stream's newest entry is malformed.
-        StorageError: if this rank cannot access the store. The stream may have been claimed nevertheless.
+        StorageError: if this rank cannot access the store. If the claim failed, the stream may be claimed nevertheless.
         RankFailedError: if another rank raised one of these errors, or if the ranks passed different values of
             ``top_k``, ``encoding``, ``cadence`` or ``recovery``.
         RankLostError: if a rank dies, or does not create its publisher in time.
@@ -246,7 +246,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def is_fenced(self) -> bool:
         """True if a newer publisher has claimed the stream. This publisher then publishes no more versions.
 
-        It changes in the same call of :meth:`step` on all ranks, so that all ranks can stop training at the same batch.
+        The value changes in the same call of :meth:`step` on all ranks, so that all can stop training at the same
+        batch.
         """
         return isinstance(self._reports.error, FencedError)
 
@@ -318,9 +319,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return self._publish("delta")
 
     def snapshot(self) -> Manifest:
-        """Publish a snapshot, which contains all rows of all tables, for example after weights were loaded or edited.
+        """Publish a snapshot, which contains the current values of all rows of all tables.
 
-        Returns the manifest of the snapshot. Raises the same errors as :meth:`publish`.
+        Call this method after weights were loaded or edited, for example. Returns the manifest of the snapshot. Raises
+        the same errors as :meth:`publish`.
         """
         return self._publish("snapshot")
 
@@ -328,8 +330,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         """Publish all pending rows, including rows that ``top_k`` did not select. Call it before training pauses.
 
         Afterwards, all rows that changed before the call are in committed versions. A version that :meth:`step` started
-        is completed first. No version is published if no rank has pending rows, unless training has advanced and the
-        version would contain tables without a fused optimizer, dense tensors, states or raw ids.
+        is completed first. A version is published only if a rank has pending rows, or if training has advanced and
+        versions contain tables without a fused optimizer, dense tensors, states or raw ids.
 
         Every rank must call this method at the same batch. If the call is interrupted, for example by Ctrl-C, repeat it
         to continue. Raises the same errors as :meth:`publish`.

@@ -78,7 +78,7 @@ class RankSchema(NamedTuple):
 
 
 class RankTables:
-    """Tables of this rank: their schema, and functions that copy their rows to the host.
+    """Tables of this rank. Provides the schema of the tables, and copies their rows to the host.
 
     Only the training thread may call the methods.
 

@@ -17,7 +17,7 @@ _NUM_DELTAS = 10
 
 
 class Reports:
-    """Recorder of the result of each version of a publisher, which also updates the publisher's metrics.
+    """Recorder of the results of a publisher's versions. Updates the metrics of the publisher.
 
     Args:
         writer: writer of the stream. Rank 0 counts the versions and rows of all ranks.
@@ -74,7 +74,7 @@ class Reports:
         self.error = self._failure = None
 
     def failed(self, error: Exception, version: int) -> None:
-        """Record that ``version`` was not published. Log ``error`` unless the previous version failed likewise."""
+        """Record that ``version`` failed with ``error``. Log the error unless the last version failed the same way."""
         former, self._failure = self._failure, kind_of(error)
         self.error, self.is_over = without_traceback(error), isinstance(error, FencedError | RankLostError)
         if self._failure != former:

@@ -37,7 +37,7 @@ _MAX_NAMES = 5
 
 
 class TrackerReader:
-    """Reader of the rows of each version from a reserved consumer of a tracker.
+    """Reader of rows for versions. It reserves a consumer of the tracker, and reads the changed rows of this consumer.
 
     Only the training thread may call the methods. For the arguments not listed here and the errors, see ``Publisher``.
 
@@ -147,7 +147,7 @@ class TrackerReader:
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
-        """Start a snapshot: begin to track later changes, and return all rows of the tables with a fused optimizer.
+        """Start a snapshot. Return all rows of the tables with a fused optimizer.
 
         Later changes are tracked and read by :meth:`cut`. The rows are copied in chunks when they are read.
         """
@@ -229,7 +229,7 @@ class TrackerReader:
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def can_read(self, kind: Kind, *, is_complete: bool) -> bool:
-        """Return True if :meth:`cut` can read rows, or False if it would repeat this rank's part in a collective."""
+        """Return False if :meth:`cut` would repeat a collective in which this rank has already taken part."""
         return kind == "snapshot" or is_complete or self._top_k is None or self._ranks.is_expected
 
     def fail_expected_read(self) -> None:
@@ -242,7 +242,7 @@ class TrackerReader:
                 choose(self._top_k, _UnreadError(), list(self.tracker.shards), self._ranks)
 
     def end(self, read: Delta | None, committed: Manifest | None) -> None:
-        """Commit ``read``, a result of :meth:`cut`. If ``committed`` is None, abort it: its rows stay pending."""
+        """Commit ``read``, a result of :meth:`cut`. If ``committed`` is None, abort the read: its rows stay pending."""
         if committed is None:
             self._progress_at_cut = None
         else:  # first, so that the flags are equal on all ranks even if the code below fails

@@ -5,7 +5,7 @@ The state is a dict with these keys:
 - ``library``: state that the library itself restores, a dict with these keys:
 
   - ``kernels``: scalars of the kernel of each fused table, such as ``iter`` and ``lr``, by FQN.
-  - ``shards``: this rank's block of each non-fused table, by FQN. A block has ``rows``, ``columns`` and ``replicated``.
+  - ``shards``: this rank's :class:`~delta_tracker.types.ShardSpec` of each non-fused table, as a dict, by FQN.
   - ``dense``, only on rank 0: dense tensors by name. ``buffers``, only on the other ranks: buffers by name. Tensors
     that the parts of the version contain are omitted.
   - ``publisher``: name of the publisher's consumer.
@@ -84,8 +84,8 @@ class Recovery:
             parameter belongs to no optimizer in ``training_state`` or ``rank_state``.
         rank_state: objects by name whose state differs between ranks. The state on each rank is published. A restore on
             a different number of ranks calls ``load_rank_states(states)`` of the object with the states of all ranks.
-        heartbeat_seconds: interval between heartbeats, which tell a standby that training is alive. Rank 0 writes them
-            in a background thread, only while methods of the publisher are called. None disables heartbeats.
+        heartbeat_seconds: interval between heartbeats in seconds. A standby can take over when they stop. Rank 0 writes
+            them in a background thread, only while methods of the publisher are called. None disables heartbeats.
 
     Raises:
         InvalidArgumentError: if an argument is invalid, if a name is reserved or used twice, or if an object has no

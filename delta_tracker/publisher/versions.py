@@ -73,7 +73,7 @@ class Cut:
 
 @dataclass(slots=True)
 class Call:
-    """Progress of a call of ``publish()``, ``snapshot()`` or ``flush()``, so that the call can be repeated to continue.
+    """Progress of a call of ``publish()``, ``snapshot()`` or ``flush()``, which can be continued after an interrupt.
 
     Args:
         name: kind of the call.
