@@ -221,8 +221,8 @@ class Job:
 def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: Collection[str] = ()) -> None:
     """Check that a version and a job have the same tables, tensors and states, except those named in ``ignore``.
 
-    The optimizer states of the tables in ``stateless`` are not compared. Raises RestoreMismatchError if they differ,
-    and InvalidArgumentError if a name in ``ignore`` is unknown.
+    The optimizer states of the tables in ``stateless`` are not compared. Raises RestoreMismatchError if the version and
+    the job differ, and InvalidArgumentError if a name in ``ignore`` exists in neither of them.
     """
     found = (saved.tables, saved.dense, saved.training, saved.rank, job.shards, job.dense, job.training, job.rank)
     known = {name for names in found for name in names}

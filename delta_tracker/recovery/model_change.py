@@ -15,11 +15,11 @@ from delta_tracker.types import TableSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChange:
-    """Parts of a version and of a job that a restore skips because they do not match.
+    """Parts of a version and of a job that a restore skips.
 
     Args:
         tables: specs of the tables of the version, by FQN. Restored tables have the job's number of rows.
-        stateless: FQNs of the tables whose rows are restored, but not the optimizer states.
+        stateless: FQNs of the tables whose rows are restored without their optimizer states.
         ignore: names of all tables, dense tensors and states that are not restored.
         differences: a message for each item that is not restored, or is restored in part.
         parameters: parameters of the job's model, for matching the states of torch optimizers.

@@ -39,7 +39,7 @@ class ParameterMatch:
     own: Mapping[str, tuple[int, int]]
 
     def renumbered(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved ``state`` with parameters numbered as in ``own``. Use ``own`` for unmatched parameters."""
+        """Return the saved ``state``, numbered like ``own``. Parameters without a match keep their state in ``own``."""
         sources, saved = {number: self.saved[name][1] for name, (_, number) in self.own.items()}, state["state"]
         values = {key: value for key, value in own["state"].items() if key not in sources}
         values |= {key: value for key, value in saved.items() if not isinstance(key, int)}

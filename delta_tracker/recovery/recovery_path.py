@@ -42,7 +42,8 @@ def recovery_path(
     ``applied`` is the last entry, possibly merged, whose rows have already been written to the model. If deltas lead
     from ``applied`` to the version, the result starts with ``applied`` instead of a snapshot.
 
-    Raises NotRecoverableError if there are no such entries. Its ``version`` is None if the stream has no version yet.
+    Raises NotRecoverableError if there are no such entries. The error's ``version`` is None if the stream has no
+    version.
     """
     head = log.head()
     if head is None:

@@ -34,7 +34,7 @@ class Restored:
     Args:
         stream: id of the stream, a string of 32 hexadecimal digits.
         num_batches: number of batches on which the restored model has been trained.
-        event_time: event time in seconds of the last batch trained on, as a minimum over the ranks; None if unknown.
+        event_time: event time in seconds of the last batch trained on, the minimum over all ranks; None if unknown.
         world_size: number of ranks of the job that published the version.
         rank_states: if the number of ranks changed, the per-rank states named in ``ignore``, for the caller to load;
             otherwise empty. Each value lists the states of the ranks that published the version, in rank order, with
@@ -63,7 +63,7 @@ def restore(  # noqa: PLR0913  all but two have a default
     on_model_change: OnModelChange = "stop",
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Restored:
-    """Restore the training state from a version of a ``Publisher(..., recovery=...)``. A collective.
+    """Restore the training state from a version that a ``Publisher(..., recovery=...)`` wrote. A collective.
 
     Training can then continue from this version. Call this function on all ranks in the training thread, after creating
     the model, the optimizers and the tracker, and before creating a publisher. If the model contains
@@ -89,7 +89,7 @@ def restore(  # noqa: PLR0913  all but two have a default
 
     Raises:
         NotRecoverableError: if the version does not exist or contains no states, or if an object is missing in the
-            store. Its ``version`` is None on all ranks if the stream has no version yet.
+            store. The error's ``version`` is None on all ranks if the stream has no version yet.
         RestoreMismatchError, ModelMismatchError: if the version does not match the job.
         InvalidArgumentError: if an argument is invalid, if ``DistributedDataParallel`` was not trained on two batches,
             or if an update is in progress.
@@ -112,7 +112,7 @@ def restore(  # noqa: PLR0913  all but two have a default
 
 @dataclass(slots=True, eq=False)
 class Restoration:
-    """One restore on this rank, run by :func:`restore` or by a standby.
+    """Restore of a version on this rank, used by :func:`restore` and by a standby.
 
     Args:
         applied: entry up to which all rows have already been written to the model. It may differ between ranks.

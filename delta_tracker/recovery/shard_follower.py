@@ -38,7 +38,7 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NotRecoverable
 
 
 class ShardFollower:
-    """Reader of a recovery stream that writes new rows and optimizer states to this rank's shards. Used by a standby.
+    """Reader of a recovery stream for a standby. Writes new rows and optimizer states to this rank's shards.
 
     If writing an entry fails or is interrupted, the entry is written again. Unlike a
     :class:`~delta_tracker.predictor.reader.Reader`, a follower may return to an older snapshot after an error.
@@ -70,9 +70,9 @@ class ShardFollower:
         return None if self.newest is None else self.newest.version
 
     def applied(self) -> Manifest | None:
-        """Return the value of the argument ``applied`` of :func:`~delta_tracker.recovery.recovery_path.recovery_path`.
+        """Return the entry to pass as ``applied`` to :func:`~delta_tracker.recovery.recovery_path.recovery_path`.
 
-        This is :attr:`newest`. It is None if a later entry was written in part and is no longer in the log.
+        This is :attr:`newest`, or None if a later entry was written in part and is no longer in the log.
         """
         self._begin_again_if_restored()
         partial = self._partial

@@ -198,8 +198,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def sync(self) -> int | None:
         """Apply all committed versions on all ranks. A collective.
 
-        Returns the minimum of :attr:`version` over all ranks; None if it is None on a rank. Also raises the errors of
-        :meth:`follow`.
+        Returns the lowest :attr:`version` of all ranks; None if a rank has applied no version. Also raises the errors
+        of :meth:`follow`.
 
         Raises:
             StorageError: if the store cannot be read.

@@ -76,7 +76,7 @@ class TrainingStates:
         return self._found(rank, "dict", path, StateReader.keys)
 
     def fields(self, rank: int, *path: str) -> list[str] | None:
-        """Return the result of :meth:`keys`; None if the value is not a dict or has a key that is not a string."""
+        """Return the result of :meth:`keys`, or None if the value is not a dict with string keys."""
         return self._found(rank, "value", path, _fields)
 
     def names_of(self, rank: int) -> list[str]:
@@ -109,7 +109,10 @@ class TrainingStates:
         return {fqn: found[fqn] for fqn in tables}
 
     def parameters(self, rank: int, kind: str, name: str) -> list[list[list[str]]] | None:
-        """Return the saved ``group_names`` of the optimizer ``name``, or None. ``kind`` is "training" or "rank"."""
+        """Return the saved parameter names of the optimizer ``name`` by group. Return None if they were not saved.
+
+        ``kind`` is "training" or "rank".
+        """
         if "parameters" not in self.keys(rank, "library"):
             return None
         found = self._library(rank, "parameters", dict[str, list[list[list[str]]]]).get(name)
