@@ -29,7 +29,7 @@ class Notice:
     Args:
         level: ``fault`` for a failure, ``warning`` for a condition that may lead to a failure, ``note`` otherwise.
         what: description of the condition. Treat it as untrusted: it may contain names and errors from the stream.
-        next_step: instruction for the operator. It is untrusted, too.
+        next_step: instruction for the operator. Treat it as untrusted, too.
     """
 
     level: Level
@@ -43,7 +43,7 @@ def sort_notices(notices: Iterable[Notice]) -> list[Notice]:
 
 
 def predictor_notices(predictors: Sequence[SeenPredictor]) -> list[Notice]:
-    """Return notices about predictors. Predictors with the same state or kind of error share one notice."""
+    """Return notices about predictors, one for all predictors with the same state or the same kind of error."""
     faulty = [each for each in predictors if each.beat.error is not None]
     found = _errors([each for each in faulty if each.health == "failing"], "fault")
     others = [each for each in faulty if each.health not in ("failing", "silent", "elsewhere", "stopped")]
@@ -135,7 +135,7 @@ def publisher_notices(history: History, head: Manifest, now: float, described: C
 
 
 def silence_notices(age: float, num_gaps: int, longest: float) -> list[Notice]:
-    """Return a notice in a list if the publisher seems to have stopped, and an empty list otherwise.
+    """Return a list that contains one notice if the publisher seems to have stopped, or an empty list otherwise.
 
     ``age`` is the age of the newest version. ``num_gaps`` is the number of observed intervals between successive
     versions, and ``longest`` is the longest of these intervals. Times are in seconds.

@@ -36,7 +36,7 @@ Examples:
 @click.option("--max-bytes", default=DEFAULT_MAX_BYTES, type=int, help="Maximum bytes of deltas held in memory.")
 @click.option("--min-versions", default=2, type=int, help="Merge only if at least this many deltas are not merged yet.")
 def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> int:
-    """Merge all versions that the options allow to merge, and print the merged entries."""
+    """Merge versions within the limits of the options, and print the merged entries."""
     head = stream.head()
     made: list[Manifest] = []
     with stream.out.progress("merging", None):

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
-    """Amount of data of one table in one or more versions. ``num_bytes`` does not include row ids."""
+    """Number of rows of one table in one or more versions, and the size of these rows in bytes without row ids."""
 
     rows: int = 0
     num_bytes: int = 0
@@ -27,7 +27,7 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
 
 
 class OwnerChanges(Struct, frozen=True):
-    """Number of rows that were assigned a new raw id, and number of rows that lost their raw id without replacement."""
+    """Number of rows with a new raw id (``admitted``), and of rows that lost theirs without a new one (``evicted``)."""
 
     admitted: int
     evicted: int

@@ -86,7 +86,7 @@ def command(  # noqa: PLR0913  the options of the command
     promotes: bool,
     is_forced: bool,
 ) -> int:
-    """Copy the stream until Ctrl-C, or with ``once``, up to the newest version. With ``promotes``, promote a copy."""
+    """Copy the stream until Ctrl-C, or with ``once``, up to the newest version. With ``promotes``, promote the copy."""
     if promotes:
         if poll is not None or keep_versions is not None or once or tables:
             raise click.UsageError("Omit --once, --table, --poll and --keep-versions with --promote.")
@@ -117,7 +117,7 @@ def command(  # noqa: PLR0913  the options of the command
 
 
 def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None:
-    """Check that the publisher of the stream from which ``mirror`` was copied is silent.
+    """Check that the publisher of the source of ``mirror`` is silent. Log a warning if the source cannot be read.
 
     Raises:
         LivePublisherError: if the publisher may still be running.

@@ -98,7 +98,7 @@ def one_line(text: object, style: str = "") -> Text:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, is_cut: bool = False) -> Table:
-    """Return a :class:`rich.table.Table`.
+    """Return a :class:`rich.table.Table` of ``rows``.
 
     Args:
         columns: column names. A leading ``>`` is removed and makes the column right-aligned.

@@ -87,8 +87,8 @@ def read_predictors(
 def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | None]]:
     """Return the number of predictors, the number of silent predictors, and statistics of versions, by host.
 
-    The statistics are the lowest, median and highest version, and the largest lag in versions. Predictors that are
-    silent, have stopped, or follow a different stream are not included. A statistic is None if it is unknown.
+    The statistics are the lowest, median and highest version, and the largest lag in versions. They exclude predictors
+    that are silent, have stopped, or follow a different stream. A statistic is None if unknown.
     """
     found: dict[str, dict[str, int | None]] = {}
     for host in sorted({each.beat.host for each in predictors}):

@@ -38,7 +38,7 @@ class Stream:
     out: Output
 
     def entries(self, versions: Sequence[int]) -> Iterator[tuple[int, Manifest | MalformedError]]:
-        """Yield pairs of a version and its entry, or the error if the entry is malformed. Show a progress bar.
+        """Yield each version with its entry, or with an error if the entry is malformed. Show a progress bar.
 
         Missing entries are omitted, because retention may delete entries at any time.
         """
@@ -125,7 +125,7 @@ class Number(click.FloatRange):
 
 @contextmanager
 def os_errors_of(option: str, value: object, remedy: str = "Choose another path") -> Iterator[None]:
-    """Context manager that raises an InvalidArgumentError about ``option`` for an OSError other than StorageError."""
+    """Context manager that converts an OSError to an InvalidArgumentError about ``option``, except a StorageError."""
     try:
         yield
     except StorageError:

@@ -37,7 +37,7 @@ Examples:
 @click.option("--count", "-c", "limit", type=click.IntRange(1), help="Exit after this many lines.")
 @click.option("--every", default=1.0, type=Number(0.01), metavar="SECONDS", help="Polling interval.")
 def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
-    """Print the last ``lines`` versions, then each new version, until ``limit`` versions were printed or Ctrl-C."""
+    """Print the last ``lines`` versions, then each new version. Stop after ``limit`` versions, or at Ctrl-C."""
     head = stream.wait_for_head(every)
     stream.out.line(_COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold")
     num_shown = 0

@@ -84,7 +84,7 @@ def command(stream: Stream, *, quick: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Problem of an entry or object. ``is_in_the_way`` is True if a new predictor must read the entry or object."""
+    """Problem with an entry or object. ``is_in_the_way`` is True if a new predictor must read the entry or object."""
 
     where: str
     problem: str

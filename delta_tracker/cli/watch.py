@@ -34,10 +34,11 @@ class Watch:
         head: newest entry that has been read; None if no entry has been read.
         entries: newest entries in ascending order, at most 5,000.
         tables: spec of each table by FQN, according to the newest entry that contains tables.
-        changed: newest delta that contains rows of each table, by FQN.
+        changed: for each table by FQN, the newest delta that contains rows of the table.
         is_complete: True if the last :meth:`refresh` read up to the newest entry of the log.
         skews: differences between the clocks of the publishers and the store's clock.
-        fault: description of the malformed entry that ended the last read of the log backwards; None if there was none.
+        fault: description of the malformed entry at which the last backward read of the log stopped; None if there was
+            none.
         starts: number of times that :meth:`refresh` has read the log backwards from the newest entry.
     """
 
@@ -157,7 +158,8 @@ class TopView:
         num_gone: number of predictors whose last heartbeat is older than an hour.
         skews: descriptions of clocks that differ from the store's clock by more than a minute.
         problem: message to show, for example the error of the last read; None if there is no message.
-        read: time of the last successful read, in Unix seconds. Rates are averages over the time window before it.
+        read: time of the last successful read, in Unix seconds. Rates are averages over the time window before this
+            time.
     """
 
     url: str
