@@ -104,7 +104,7 @@ def pending_rows(
 ) -> tuple[dict[str, dict[str, Tensor | None]], dict[str, object]]:
     """Return the pending rows and the stream position of each consumer of ``tracker`` after a restore of ``last``.
 
-    ``shards`` contains the shards of the restored tables. All rows of other tables are pending.
+    ``shards`` contains the shards of the completely restored tables. All rows of other tables are pending.
 
     Returns:
         Two dicts by consumer name. The first contains the local ids of pending rows by FQN (``[N]`` int64, ascending

@@ -230,7 +230,7 @@ def load_collisions(
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
     """Return the managed-collision module of each table in ``owners`` and the states saved for its slots, by FQN.
 
-    ``ranks`` are the ranks that saved the version. Only the states of ranks that had these slots are read.
+    ``ranks`` are the saved ranks whose states may be used. Only the states of ranks that had these slots are read.
     """
     saved = {rank: states.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}
