@@ -268,13 +268,17 @@ class Reader:
                 case Stay():
                     self._stay(state, decision)
                     return False
-                case Fail(error) if self.source.fault_delay.has_unread(error, state.view.position):
-                    self._reread(state, Reread(state.view.logs[0], error))  # another fault was accepted before
+                case Fail(error) if (fault := self._unread_fault(state.view, error)) is not None:
+                    self._reread(state, Reread(state.view.logs[0], fault))  # another fault was accepted before
                 case Fail():
                     if state.view.surveys and decision.ends_survey:
                         self._surveyed_at = self.runtime.monotonic()
                     self._log_skipped(state, decision.error)
                     raise decision.error
+
+    def _unread_fault(self, view: View, error: StreamError) -> StreamError | None:
+        found = [each.error for each in view.faults if each.number == view.logs[0].number]  # of resyncs, for example
+        return self.source.fault_delay.unread((error, *found), view.position)
 
     def _apply(self, state: _Round, decision: Apply) -> bool:
         """Apply entries. If one has a fault, record the fault for the next decision and return False."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import Predictor, Rollout, Storage
+from delta_tracker import Canary, Predictor, Rollout, Storage
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -134,6 +134,33 @@ def test_an_object_that_is_wrong_in_the_cache_is_read_past_it_once(
     before = served.cache.uncached.total()
     predictor.sync()
     assert served.cache.uncached.total() == before, "the delay is over"
+
+
+@pytest.mark.parametrize("fault", [_bad_part, _missing_part, _short_part])
+def test_a_resync_reads_a_snapshot_that_is_wrong_in_the_cache_past_it(
+    served: Served, fault: Callable[[CacheServer, Manifest], str]
+) -> None:
+    clock, model = itertools.count(0.0, 50.0), served.model()  # objects are reread after 300 seconds
+    predictor = Predictor(model, served.cache.url, rollout=Rollout(canary=Canary(versions=1)))
+    predictor._reader.source.fault_delay = FaultDelay(10.0, lambda: next(clock))
+    predictor._reader.source.log.pointer._seconds = 0.0
+    skipped = served.delta([1])
+    predictor.sync()
+    before, snapshot = predictor.version, served.snapshot()
+    name, table = fault(served.cache, snapshot), served.table.clone()
+    served.storage.delete(entry_name(skipped.version))
+    served.cache.forget(entry_name(skipped.version))
+    for _ in range(5):
+        with contextlib.suppress(MissingVersionError, StaleCacheError):
+            predictor.sync()  # the canary does not allow the snapshot yet
+    assert (predictor.version, served.cache.uncached[name]) == (before, 0)
+    served.delta([2])
+    for _ in range(9):
+        with contextlib.suppress(MissingVersionError, StaleCacheError):
+            predictor.sync()
+    assert predictor.version == snapshot.version
+    assert torch.equal(model[FQN], table)
+    assert served.cache.uncached[name] == 1
 
 
 @pytest.mark.parametrize("fault", [_bad_part, _missing_part, _short_part])

@@ -1,7 +1,7 @@
 """Handling of faults that an HTTP cache may have caused, and that disappear once the cache is updated."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,11 +65,14 @@ class FaultDelay:
         names = set[str]().union(*(_affected_names(each, position) for each in faults))
         return self._store.view() if self._store.bypass_caches(names) else None
 
-    def has_unread(self, fault: StreamError, position: Position | None) -> bool:
-        """Return True during a delay at ``position`` if the damaged object of ``fault`` has not been reread yet."""
+    def unread(self, faults: Iterable[StreamError], position: Position | None) -> StreamError | None:
+        """Return the first of ``faults`` whose damaged object was not reread during a delay at ``position``, or None."""
         if self._store is None or self._position != position:
-            return False
-        return isinstance(fault, CorruptPartError | MalformedError) and not self._store.reads(fault.path)
+            return None
+        for fault in faults:
+            if isinstance(fault, CorruptPartError | MalformedError) and not self._store.reads(fault.path):
+                return fault
+        return None
 
 
 def _affected_names(fault: StreamError, position: Position | None) -> set[str]:
