@@ -1,4 +1,4 @@
-"""Store of the lookups of each batch, for ids that are not row numbers, such as hashed or remapped ids.
+"""Store that records the lookups of each batch. Its ids need not be row numbers: they may be hashed or remapped ids.
 
 Notation: ``N`` is the number of ids of a lookup.
 """
@@ -20,7 +20,7 @@ class _Table:
     """Record of the lookups of one table.
 
     Args:
-        empty: a lookup without ids, with the dtypes, device and state shape of all lookups of the table.
+        empty: a lookup without ids. All lookups of the table have its dtypes, device and state shape.
         newest_batch: index of the latest batch that was appended. Compaction and deletion do not change it.
         lookups: the stored lookups, in ascending order of batches.
     """
@@ -30,25 +30,25 @@ class _Table:
     lookups: list[IndexedLookup] = field(default_factory=list)
 
     def range(self, start_idx: int, end_idx: int | None) -> slice:
-        """Return the slice of :attr:`lookups` for the batches ``[start_idx, end_idx)``; None for no upper bound."""
+        """Return the slice of :attr:`lookups` for batches ``[start_idx, end_idx)``, without an upper bound for None."""
         batches = [lookup.batch_idx for lookup in self.lookups]
         return slice(bisect_left(batches, start_idx), None if end_idx is None else bisect_left(batches, end_idx))
 
 
 class DeltaStore:
-    """Standalone store of lookups, for ids that are not rows of a table.
+    """Standalone store of the lookups of several tables. The ids need not be rows of a table.
 
-    It has the interface of TorchRec's store of the same name, and keeps the lookups of all tables until they are
-    deleted. Its memory grows with the number of stored ids, not with the size of the tables. Trackers do not use it:
-    one :class:`~delta_tracker.tracker.store.segments.SegmentStore` per table takes less memory.
+    The class has the same interface as TorchRec's ``DeltaStore``. It keeps all lookups until :meth:`delete` is called.
+    Its memory grows with the number of stored ids, not with the size of the tables. Trackers do not use this class: one
+    :class:`~delta_tracker.tracker.store.segments.SegmentStore` per table takes less memory.
 
-    Call :meth:`append` for each batch, in ascending order of batches. A reader calls :meth:`get_delta` with its first
-    unread batch. Once all readers have read all batches before batch ``n``, call :meth:`delete` with ``n``. After
-    :meth:`compact` has merged a range of batches, a read may start at the first batch of the range, but not inside the
-    range. Not thread-safe.
+    Call :meth:`append` for each batch, in ascending order of batches. A reader calls :meth:`get_delta` with the first
+    batch that it has not read. When all readers have read the batches before ``n``, call ``delete(n)``. After
+    :meth:`compact` has merged a range of batches, a read may start at the first batch of the range, but not at the
+    other batches. Not thread-safe.
 
     Args:
-        update_mode: the state to return for each id: no state, the first state or the last state.
+        update_mode: which state :meth:`get_delta` returns for each id: no state, the first one or the last one.
 
     Raises:
         InvalidArgumentError: if ``update_mode`` is invalid.
@@ -74,14 +74,14 @@ class DeltaStore:
         self._tables: dict[str, _Table] = {}
 
     def append(self, batch_idx: int, table_fqn: str, ids: Tensor, states: Tensor | None = None) -> None:
-        """Append a copy of one lookup. The lookup may be empty.
+        """Append a copy of one lookup, which may be empty.
 
         Args:
-            batch_idx: index of the batch. It must not be lower than the index of the table's previous lookup.
+            batch_idx: index of the batch. It must not be lower than in the previous call for this table.
             table_fqn: FQN of the table.
             ids: ``[N]`` integer ids in any order. Duplicates and negative ids are allowed.
-            states: ``[N, ...]``, one state for each id; None in mode NONE. The shape of a state, the dtype and the
-                device must be the same in all lookups of a table.
+            states: ``[N, ...]``, one state for each id; None if the update mode is NONE. All lookups of a table must
+            have the same device, dtype and shape of a state.
 
         Raises:
             InvalidArgumentError: if an argument is invalid. Nothing is appended in this case.
@@ -103,7 +103,7 @@ class DeltaStore:
         self._tables[table_fqn] = table
 
     def delete(self, up_to_idx: int | None = None) -> None:
-        """Delete the lookups of all batches before ``up_to_idx``. None deletes all lookups and tables."""
+        """Delete the lookups of all batches before ``up_to_idx``. If it is None, delete all lookups and tables."""
         if up_to_idx is None:
             self._tables = {}
             return
@@ -113,8 +113,8 @@ class DeltaStore:
     def compact(self, start_idx: int, end_idx: int) -> None:
         """Merge each table's lookups of batches in ``[start_idx, end_idx)`` into one lookup of batch ``start_idx``.
 
-        Later reads must not start inside the range: they would miss the merged ids. Raises InvalidArgumentError if the
-        range is empty.
+        Later reads may start at ``start_idx``. If they started at another batch of the range, they would miss the
+        merged ids. Raises InvalidArgumentError if the range is empty.
         """
         if start_idx >= end_idx:
             raise InvalidArgumentError("start_idx", start_idx, f"Pass a batch before end_idx={end_idx}")
@@ -125,11 +125,11 @@ class DeltaStore:
                 table.lookups[chosen] = [IndexedLookup(start_idx, *self._merged(table, lookups))]
 
     def get_delta(self, from_idx: int = 0) -> dict[str, DeltaRows]:
-        """Return the ids of batch ``from_idx`` and all later batches, ascending and unique, with one state each.
+        """Return the ids that were looked up in batch ``from_idx`` or later, with one state for each id.
 
         Returns:
-            Rows by table FQN. A table without lookups in these batches has empty rows. A ``delete()`` without an
-            argument removes all tables from the result until their next lookup.
+            Rows by table FQN. Their ids are unique and ascending. The rows are empty if the table has no lookups in
+            these batches. After ``delete()`` without an argument, a table is missing until its next lookup is appended.
         """
         return {
             fqn: DeltaRows(*self._merged(table, table.lookups[table.range(from_idx, None)]))
@@ -139,7 +139,7 @@ class DeltaStore:
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
         """Return the stored lookups of batches in ``[start_idx, end_idx)`` by table FQN.
 
-        The tensors are not copies: do not write to them.
+        Do not write to the returned tensors, because they are not copies.
         """
         return {fqn: table.lookups[table.range(start_idx, end_idx)] for fqn, table in self._tables.items()}
 
@@ -150,7 +150,7 @@ class DeltaStore:
             raise InvalidArgumentError("states", found, f"Pass {expected}, as the update mode {self._mode} needs")
 
     def _merged(self, table: _Table, lookups: list[IndexedLookup]) -> tuple[Tensor, Tensor | None]:
-        """Return the unique ids of ``lookups``, ascending, and for each id the state that the update mode selects."""
+        """Return the unique ids of ``lookups``, ascending, and the state that the update mode selects for each id."""
         lookups = lookups or [table.empty]
         ids = torch.cat([lookup.ids for lookup in lookups])
         states = [lookup.states for lookup in lookups if lookup.states is not None]
@@ -166,7 +166,7 @@ class DeltaStore:
 
 
 def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
-    """Raise InvalidArgumentError if the batch is older than the table's, or device, state shape or dtype differ."""
+    """Raise InvalidArgumentError if ``lookup`` has an older batch than ``table``, or a different kind of tensors."""
     if lookup.batch_idx < table.newest_batch:
         remedy = f"Pass batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"
         raise InvalidArgumentError("batch_idx", lookup.batch_idx, remedy)

@@ -1,9 +1,9 @@
-"""Marked rows of one shard, in one segment for each interval between cuts: :class:`MarkedRows`.
+""":class:`MarkedRows`, the base class of row stores. It contains one segment for each interval between two cuts.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``S`` the number of values in an old state.
 
-A position is the number of cuts since the log was created. It is *pinned* while it is the position of a consumer's
-cursor or the end of an uncommitted read. A segment covers the positions from its start to the next segment's start.
+A position is the number of cuts since the log was created. It is *pinned* while a consumer's cursor is at this position
+or an uncommitted read ends at it. A segment covers the positions from its start to the next segment's start.
 """
 
 import logging
@@ -36,7 +36,7 @@ class Segment:
     Args:
         start: position of the first cut.
         rows: set of the marked rows; None until a row is marked.
-        states: state of each row before its first change in the segment; None until a row with an old state is marked.
+        states: old state of each row, before its first change in the segment; None until the first one is saved.
     """
 
     start: int
@@ -46,7 +46,7 @@ class Segment:
     def merged(self, newer: "Segment") -> "Segment":
         """Return the union of this segment and a newer one. Rows in both segments keep the states of this segment.
 
-        May reuse both segments: afterwards, use only the result. A call that fails or is interrupted can be repeated.
+        The result may reuse the memory of both segments: do not use them afterwards. A call that fails can be repeated.
         """
         if self.rows is None:
             return Segment(self.start, newer.rows, newer.states)
@@ -66,30 +66,30 @@ class Segment:
 
 
 class MarkedRows:
-    """Base class of row stores: marked rows of one shard of ``R`` rows, readable from any pinned position.
+    """Base class of row stores. It records which rows of one shard changed, and can be read from any pinned position.
 
     Each segment with marked rows contains one row set and, if old states are kept, at most one old state per row. After
-    :meth:`compact`, the number of segments is at most the number of distinct pinned positions plus one. If row sets are
-    large, one empty set is kept for reuse.
+    :meth:`compact`, the number of segments is at most the number of distinct pinned positions plus one. On the CPU, one
+    large empty row set is kept for reuse.
 
-    To read, call :meth:`cut` while the shard has the values that the read must return, then :meth:`changed`. Callers
-    must serialize all calls.
+    To read, call :meth:`cut`, which ends the current segment, and then :meth:`changed`. Callers must serialize all
+    calls.
 
     Args:
         num_rows: ``R``, number of rows of the shard; 0 is allowed.
         device: device of the shard and of all ids.
         engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
-        old_states: function that returns the current states ``[N, S]`` of rows with ids ``[N]``; None to keep no
-            states.
+        old_states: function that takes local ids ``[N]`` and returns the current states ``[N, S]`` of these rows; None
+        to keep no states.
 
     Attributes:
         max_device_bytes: maximum size in bytes of the closed blocks of old states on a CUDA device, see
-            :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. Older blocks are moved to pinned host memory.
-            No effect on other devices.
-        engine: implementation of the row sets.
+        :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. If they are larger, the oldest blocks are moved
+        to pinned host memory. Has no effect on other devices.
+        engine: class of the row sets.
         pads: True if the shard is not on the CPU. The ids of newly marked rows are then padded to a fixed size.
         keeps_states: True if old states are kept.
-        copy: copy of the shard that a subclass compares with the shard; empty if the class makes no copy.
+        copy: copy of the shard or of its owners, which a subclass compares to find changes; empty in other classes.
     """
 
     max_device_bytes = 64 << 20
@@ -116,7 +116,7 @@ class MarkedRows:
     def replace_engine(self, error: Exception) -> bool:
         """Switch to the torch engine if the current engine raised ``error``. Return True if the engine was replaced.
 
-        In each segment with marked rows, all rows are then marked, as the failed engine cannot list the marked rows.
+        The failed engine cannot list its marked rows. Therefore, all rows of each segment with marked rows are marked.
         """
         if self.engine is TorchRows or not is_engine_fault(error):
             return False
@@ -136,12 +136,12 @@ class MarkedRows:
         """Mark rows as changed.
 
         Args:
-            ids: ``[N]`` integer local ids, in any order, duplicates allowed unless ``states`` is given; None for all
-                rows, with unknown old states. An id outside ``[0, R)`` counts as row 0, see
-                :class:`~delta_tracker.tracker.row_sets.row_set.RowSet`.
-            states: ``[N, S]`` states before the change; None to capture the current states. Ignored if ``ids`` is None.
-            is_written: True if the rows have already been written. Their old states are then unknown, unless ``states``
-                is given.
+            ids: ``[N]`` integer local ids in any order. Duplicates are allowed unless ``states`` is given. None marks
+            all rows, with unknown old states. An id outside ``[0, R)`` counts as row 0, see
+            :class:`~delta_tracker.tracker.row_sets.row_set.RowSet`.
+            states: ``[N, S]`` states before the change; None to save the current states. Ignored if ``ids`` is None.
+            is_written: True if the rows have already been written. In this case, their old states are unknown unless
+            ``states`` is given.
         """
         if self.num_rows == 0 or (ids is not None and ids.numel() == 0):
             return
@@ -162,14 +162,14 @@ class MarkedRows:
     def newest(self) -> Segment:
         """Segment with the rows that were marked since the last cut.
 
-        Callers may add rows to its set. If old states are kept, they must call :meth:`keep_states` afterwards.
+        Callers may add rows to its row set. If old states are kept, they must then call :meth:`keep_states`.
         """
         return self._segments[-1]
 
     def keep_states(self, ids: Tensor, count: Tensor) -> None:
-        """Save the current states of rows that were added to the set of :attr:`newest`. Does not wait for the device.
+        """Save the current states of rows that were added to :attr:`newest`. Does not wait for the device.
 
-        ``ids`` and ``count`` are what :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded` returned.
+        Pass the result of :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded` for its row set.
         """
         states = self._newest_states()
         assert self._old_states is not None, "checked by the caller"
@@ -178,7 +178,7 @@ class MarkedRows:
         self._spill_excess()
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position``. Each call must pass a higher position than the previous call."""
+        """Start a new segment at ``position``. The position must be higher than in the previous call."""
         last = self._segments[-1]
         if last.rows is None:
             last.start = position
@@ -190,7 +190,7 @@ class MarkedRows:
     # Reading
 
     def unknown(self, ids: Tensor | None = None) -> ChangedRows:
-        """Return the rows ``ids``, ``[N]`` int64, with unknown old states. None returns all rows. Marks no row."""
+        """Return the rows ``ids``, ``[N]`` int64 or None for all rows, with unknown old states. Does not mark rows."""
         if ids is None:
             found = torch.arange(self.num_rows, device=self.device)
         else:
@@ -204,10 +204,10 @@ class MarkedRows:
         Waits for the device.
 
         Args:
-            start: position that has been pinned since its cut. :meth:`compact` may merge the segments before and after
-                any other position.
-            stop: position that has been pinned since its cut, the position of the last cut, or a higher position.
-            with_states: also return a copy of the old states, if they are kept.
+            start: position that has been pinned since :meth:`cut` was called for it. At other positions,
+            :meth:`compact` may have merged the segments.
+            stop: the same kind of position as ``start``, or any position from that of the last cut on.
+            with_states: True to return a copy of the old states if they are kept.
         """
         if with_states and self.pads:
             read_row_counts(self.device_states)
@@ -215,18 +215,18 @@ class MarkedRows:
         return self.found(rows, segments, None if rows is None else rows.scan(), with_states=with_states)
 
     def marked(self, start: int, stop: int | None, extra: Tensor | None = None) -> tuple[RowSet | None, list[Segment]]:
-        """Return one set with all rows marked in ``[start, stop)`` and the rows with the ids ``extra``.
+        """Return a row set that contains the rows marked in ``[start, stop)`` and the rows ``extra``.
 
-        Pass the result to :meth:`release` or :meth:`found` after use.
+        After use, pass the result to :meth:`release` or :meth:`found`.
 
         Args:
-            start: position that has been pinned since its cut, see :meth:`changed`.
+            start: pinned position, see :meth:`changed`.
             stop: end of the range, see :meth:`changed`; None for no upper bound.
             extra: ``[N]`` int64 local ids; None for no ids.
 
         Returns:
-            The set (None if it is empty), and the segments with rows that were marked in ``[start, stop)``. For a
-            single segment and no ``extra``, the set is the segment's own set, not a copy.
+            The row set (None if it is empty), and the segments of ``[start, stop)`` that have marked rows. For one
+            segment and no ``extra``, the row set belongs to the segment and is not a copy.
         """
         segments = [
             seg
@@ -246,9 +246,9 @@ class MarkedRows:
     def found(
         self, rows: RowSet | None, segments: list[Segment], ids: Tensor | None, *, with_states: bool
     ) -> ChangedRows:
-        """Return the rows of a set from :meth:`marked`, each with its oldest state in the segments. Release the set.
+        """Return the rows of a result of :meth:`marked`, each with its oldest state in ``segments``. Release it.
 
-        ``rows`` and ``segments`` are what :meth:`marked` returned without ``extra``. ``ids`` is the result of
+        ``rows`` and ``segments`` are the result of :meth:`marked` without ``extra``. ``ids`` is the result of
         ``rows.scan()``, or None if ``rows`` is None.
         """
         if ids is None:
@@ -263,9 +263,9 @@ class MarkedRows:
     def _states_of(
         self, ids: Tensor, rows: RowSet | None, segments: list[Segment], read: ReadStates
     ) -> tuple[Tensor, Tensor]:
-        """Return the oldest state of each row in some segments, ``[N, S]``, and ``[N]`` bool, True where it is known.
+        """Return the oldest state of each row in ``segments``, ``[N, S]``, and ``[N]`` bool, True for known states.
 
-        ``rows`` is the set of the rows with the ids ``ids``, or None if there are no segments.
+        ``rows`` is the row set that contains the rows ``ids``. It may be None if there are no segments.
         """
         states = new_rows(len(ids), read(ids[:0]))
         known = torch.zeros_like(ids, dtype=torch.bool)
@@ -285,7 +285,7 @@ class MarkedRows:
         return states, known
 
     def release(self, rows: RowSet | None, segments: list[Segment]) -> None:
-        """Release a result of :meth:`marked`. Keeps the memory of its set for reuse, unless a segment owns the set."""
+        """Release a result of :meth:`marked`. Its row set may be reused unless the set belongs to a segment."""
         if not (segments and rows is segments[0].rows):
             self._recycle(rows)
 
@@ -321,13 +321,13 @@ class MarkedRows:
             self._recycle(segment.rows)
 
     def drop_states(self, before: int | None) -> None:
-        """Drop the old states of segments that start before ``before``; None drops all. The rows stay marked."""
+        """Drop the old states of segments that start before ``before``. None drops all old states. Rows stay marked."""
         for segment in self._segments:
             if before is None or segment.start < before:
                 segment.states = None
 
     def drop_spare(self) -> None:
-        """Free the empty row set that is kept for reuse, and the memory reserved for more old states."""
+        """Free the empty row set that is kept for reuse, and the memory that is reserved for later old states."""
         self._spare = None
         for states in self.device_states:
             states.shrink()
@@ -369,7 +369,7 @@ class MarkedRows:
         return last.states
 
     def _spill_excess(self) -> None:
-        """Poll the old states, and move those that exceed :attr:`max_device_bytes` to host memory. Does not wait."""
+        """Poll old states. Move the oldest to host memory if they exceed :attr:`max_device_bytes`. Does not wait."""
         left = self.max_device_bytes
         for states in reversed(self.device_states):
             states.poll()
@@ -388,5 +388,5 @@ class MarkedRows:
 
 
 def whole_numbers(ids: Tensor) -> Tensor:
-    """Return ``ids`` converted to int64, or ``ids`` themselves if they are int64. Faster than ``ids.long()``."""
+    """Return ``ids`` converted to int64. Faster than ``ids.long()`` if ``ids`` is already int64."""
     return ids if ids.dtype == torch.int64 else ids.long()

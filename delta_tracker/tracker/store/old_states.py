@@ -3,10 +3,10 @@
 Notation: ``N`` is the number of ids of a call, ``R`` the number of rows of the shard, ``S`` the number of values in an
 old state, ``C`` the capacity of a block.
 
-On the CPU, the number of rows that a batch marks for the first time is known immediately. On a device, reading this
-number would make the training step wait. The states are therefore written to blocks of preallocated memory on the
-device, at positions that the device computes. The host keeps an upper bound of the number of rows in a block, and
-allocates a new block before this bound exceeds the capacity. It updates the bound from asynchronous copies.
+On the CPU, the number of rows that a batch marks for the first time is known immediately. On other devices, reading
+this number would make the training step wait. The states are therefore written to blocks of preallocated memory on the
+device, at indices that the device computes. The host keeps an upper bound of the number of rows in a block, and
+allocates a new block before this bound exceeds the capacity. Asynchronous copies of the number update the bound.
 """
 
 from collections import deque
@@ -31,32 +31,32 @@ ReadStates = Callable[[Tensor], Tensor]
 
 
 class OldStates:
-    """Known old states of a segment's marked rows, in CPU memory. All other old states are unknown.
+    """Old states of a segment's marked rows, in CPU memory. If a marked row has no entry, its old state is unknown.
 
-    Takes no more memory than the states need, or up to 1.5 times as much if the memory comes from the
-    :class:`~delta_tracker.buffers.pool.BufferPool`.
+    Memory from the :class:`~delta_tracker.buffers.pool.BufferPool` may be up to 1.5 times as large as the states. Other
+    memory has the size of the states.
 
     Attributes:
-        pieces: pairs of ids ``[N]`` and old states ``[N, S]``, usually one for each marking call. No id occurs twice.
+        pieces: pairs of ids ``[N]`` and old states ``[N, S]``, usually one pair for each call. No id occurs twice.
     """
 
     def __init__(self) -> None:
         self.pieces: list[tuple[Tensor, Tensor]] = []
 
     def empty(self) -> "OldStates":
-        """Return a new object of the same class without states."""
+        """Return a new object of this class that contains no states."""
         return OldStates()
 
     def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
-        """Mark rows, and save the current states of newly marked rows.
+        """Mark the rows ``ids`` in ``marked``. Save the current states of those rows that were not marked before.
 
-        ``ids`` is ``[N]`` int64, local ids in any order, duplicates allowed.
+        ``ids`` is ``[N]`` int64, local ids in any order. Duplicates are allowed. ``read`` returns the current states.
         """
         new = marked.mark_new(ids)
         self.pieces.append((new, read(new)))
 
     def mark_and_save(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
-        """Mark rows, and save the given states of newly marked rows.
+        """Mark the rows ``ids`` in ``marked``. Save the given states of those rows that were not marked before.
 
         ``ids`` is ``[N]`` int64, unique local ids in any order. ``states`` is ``[N, S]``.
         """
@@ -66,14 +66,14 @@ class OldStates:
     def merge(self, newer: Self, marked: RowSet) -> None:
         """Add the old states of a newer segment, except for rows in ``marked``. Do not use ``newer`` afterwards.
 
-        Except on the CPU, call :func:`read_row_counts` first. Waits for the device.
+        On devices other than the CPU, call :func:`read_row_counts` first. Waits for the device.
         """
         self.pieces += _unmarked(marked, newer.pieces)  # all or none, because this may run out of memory
 
     def ids(self) -> list[Tensor]:
-        """Return the ids of the rows, one tensor for each tensor of :meth:`states`. No id is in two tensors.
+        """Return the ids of the rows with old states, one tensor for each tensor of :meth:`states`. No id occurs twice.
 
-        Except on the CPU, call :func:`read_row_counts` first.
+        On devices other than the CPU, call :func:`read_row_counts` first.
         """
         return [ids for ids, _ in self.pieces]
 
@@ -104,14 +104,14 @@ def _unmarked(marked: RowSet, pieces: Iterable[tuple[Tensor, Tensor]]) -> list[t
 class StateBlock:
     """Old states of up to ``C`` rows, in the order in which the rows were marked.
 
-    A block is open until :meth:`close`. While it is open, its memory has ``C + 1`` rows. The last row receives padding
-    that does not fit. Once the block is closed and its number of rows is known, its memory is trimmed to these rows,
-    unless it is nearly full. :meth:`spill` moves the states to pinned host memory.
+    A block is open until :meth:`close` is called. An open block has memory for ``C + 1`` rows. The last row receives
+    padding that does not fit. When the block is closed and the host has its number of rows, the memory is trimmed to
+    these rows, unless the block is nearly full. :meth:`spill` moves the states to pinned host memory.
 
     Args:
-        capacity: ``C``, 1 or more.
+        capacity: ``C``, at least 1.
         ids: a tensor with the dtype and device of the ids.
-        states: ``[N, S]``, a tensor with the dtype and device of the states.
+        states: a tensor ``[N, S]`` with the dtype and device of the states.
 
     Attributes:
         capacity: ``C``.
@@ -139,7 +139,7 @@ class StateBlock:
         """Append rows. Does not wait for the device.
 
         Args:
-            ids: ``[N]`` int64. The first ``count`` are the ids of the rows; the others are padding.
+            ids: ``[N]`` int64. The first ``count`` elements are the ids of the rows. The other elements are padding.
             states: ``[N, S]``, with the same padding.
             count: ``[1]`` int64. The block must have room for this number of rows.
         """
@@ -154,26 +154,26 @@ class StateBlock:
 
     @property
     def is_known(self) -> bool:
-        """True if the host knows the number of rows."""
+        """True if the exact number of rows is available on the host."""
         return self.lowest == self.highest
 
     @property
     def is_pending(self) -> bool:
-        """True if :meth:`poll` must be called again: the block is open, or is being counted or spilled."""
+        """True if :meth:`poll` must be called again: the block is open, being spilled, or has an unknown row count."""
         return self.is_open or not self.is_known or (self._spilled is not None and self._states is not None)
 
     @property
     def is_resident(self) -> bool:
-        """True if the block can be spilled: it is closed, its number of rows is known, and it was not spilled."""
+        """True if :meth:`spill` can be called: the block is closed and not spilled yet, and its row count is known."""
         return not self.is_open and self.is_known and self._spilled is None
 
     def start_copy(self) -> None:
-        """Start copying the number of rows to the host, unless a copy is pending. Does not wait for the device."""
+        """Start an asynchronous copy of the number of rows to the host, unless it is known or being copied."""
         if self._copy is None and not self.is_known:
             self._copy, self._at_copy = HostCopy(self.count), self._appended
 
     def poll(self) -> None:
-        """Update the bounds and free the device memory of spilled states if their copies have ended. Does not wait."""
+        """Check for complete copies. Update the bounds, and free the device memory of spilled states. Does not wait."""
         if self._spilled is not None and self._states is not None and self._spilled.is_done:
             self._states = None
         if self._copy is not None and self._copy.is_done:
@@ -184,7 +184,7 @@ class StateBlock:
                 self.start_copy()
 
     def set_bounds(self, lowest: int, highest: int) -> None:
-        """Set the bounds of the number of rows. Trim a closed block if both bounds are equal."""
+        """Set the bounds of the number of rows. If they are equal and the block is closed, trim the block."""
         self.lowest, self.highest = lowest, highest
         if self.is_known:
             self._copy = None
@@ -192,7 +192,7 @@ class StateBlock:
                 self._resize(lowest)
 
     def close(self) -> None:
-        """Stop accepting new rows. Trim the block if its number of rows is known. Does not wait for the device."""
+        """Stop accepting rows. Trim the block if its number of rows is known. Does not wait for the device."""
         if self.is_open:
             self.is_open = False
             self.set_bounds(self.lowest, self.highest)
@@ -228,7 +228,7 @@ class StateBlock:
         return self._spilled.result().to(self._ids.device, non_blocking=True)
 
     def take(self, index: Tensor) -> None:
-        """Keep only the rows at the unique indices ``index``. The block must be closed with a known number of rows."""
+        """Remove all rows except those at the unique indices ``index``. The block must be closed and its size known."""
         num_rows, ids, states = len(index), self.ids[index], self.states[index]
         # In one statement, so that an interrupted call has no effect.
         self._ids, self._states, self._spilled, self.lowest, self.highest, self.capacity = (
@@ -255,12 +255,12 @@ class StateBlock:
 
 
 class DeviceStates(OldStates):
-    """Known old states of the rows of one segment on a device, in blocks.
+    """Old states of a segment's marked rows, stored in blocks of device memory.
 
-    No method waits for the device, except :meth:`merge`. In addition to the stored rows, one open block takes memory:
-    enough for two batches of ids and at least 1 MiB, but never more than ``R`` rows need. It is closed when the next
-    batch might not fit. A closed block is trimmed to the size of its rows once the host knows their number: on CUDA,
-    usually one or two batches later; on other devices, at the next :func:`read_row_counts`.
+    Only :meth:`merge` waits for the device, and :meth:`states` if a spill is running. The newest block may be open. Its
+    memory has room for two batches of ids and at least 1 MiB, but not for more than ``R`` rows. It is closed when the
+    next batch might not fit. A closed block is trimmed to its rows when the host has received their number: on CUDA,
+    usually after one or two batches; on other devices, at the next :func:`read_row_counts`.
 
     Args:
         num_rows: ``R``.
@@ -277,31 +277,31 @@ class DeviceStates(OldStates):
         self._holds_all = False  # True if the open block has room for all rows that may still be marked
 
     def empty(self) -> "DeviceStates":
-        """Return a new object without states, for the same number of rows."""
+        """Return a new object that contains no states, for the same number of rows."""
         return DeviceStates(self._num_rows)
 
     @property
     def unknown(self) -> list[StateBlock]:
-        """Blocks whose number of rows the host does not know."""
+        """Blocks whose exact number of rows is not available on the host."""
         return [block for block in self._pending if not block.is_known]
 
     def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
-        """Mark rows, and save the current states of newly marked rows.
+        """Mark rows and save the current states of newly marked rows, see :meth:`OldStates.mark_new`.
 
-        ``read`` is called with ids of newly marked rows, and perhaps with other valid ids whose states are ignored.
+        ``read`` may also receive ids of other rows. Their states are ignored.
         """
         if self._lowest < self._num_rows:  # otherwise all rows are marked
             new, count = marked.mark_new_padded(ids)
             self.append(new, count, read)
 
     def append(self, ids: Tensor, count: Tensor, read: ReadStates) -> None:
-        """Add rows that were newly marked. Does not wait for the device.
+        """Save the states of newly marked rows. Does not wait for the device.
 
         Args:
-            ids: ``[N]`` int64. The first ``count`` are the ids of the rows; the others are padding.
+            ids: ``[N]`` int64. The first ``count`` elements are the ids of the rows. The other elements are padding.
             count: ``[1]`` int64, the number of rows.
-            read: function that returns the states ``[M, S]`` to save for the first ``M`` ids. It receives these ids,
-                with 0 instead of -1.
+            read: function that takes the first ``M`` elements of ``ids``, in which 0 replaces the padding -1, and
+                returns the states ``[M, S]`` to save.
         """
         num_ids = min(len(ids), self._num_rows - self._lowest)
         if num_ids <= 0:
@@ -314,14 +314,14 @@ class DeviceStates(OldStates):
             block.start_copy()
 
     def mark_and_save(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
-        """Mark rows, and save the given states of newly marked rows, see :meth:`OldStates.mark_and_save`."""
+        """Mark rows and save the given states of newly marked rows, see :meth:`OldStates.mark_and_save`."""
         is_new = ~marked.contains(ids)
         marked.mark(ids)
         order = is_new.logical_not().byte().sort(stable=True).indices  # new rows first
         self.append(ids[order], is_new.sum(0, keepdim=True), lambda kept: states[order[: len(kept)]])
 
     def poll(self) -> None:
-        """Update the blocks from copies that are complete, and trim or free their memory. Does not wait."""
+        """Call :meth:`StateBlock.poll` for each block that needs it. Does not wait for the device."""
         for block in self._pending:
             block.poll()
         self._update_totals()
@@ -339,10 +339,10 @@ class DeviceStates(OldStates):
             self._blocks[-1].shrink()
 
     def spill(self, max_bytes: int) -> int:
-        """Start moving closed blocks to pinned host memory, oldest first. Return the remaining blocks' size in bytes.
+        """Start moving the oldest closed blocks to pinned host memory until the others take at most ``max_bytes``.
 
-        ``max_bytes`` is the maximum size of the remaining blocks. Blocks with an unknown number of rows stay on the
-        device and do not count.
+        Returns the size in bytes of the closed blocks that stay on the device. Blocks with an unknown number of rows
+        are neither moved nor counted.
         """
         while self._resident and self._resident_bytes > max_bytes:
             block = self._resident[0]
@@ -386,7 +386,7 @@ class DeviceStates(OldStates):
     def states(self) -> Iterator[Tensor]:
         """Yield the old states on the device, in the order of :meth:`ids`. Call :func:`read_row_counts` first.
 
-        The iterator copies each spilled block to the device when it yields the block, and does not keep the copy.
+        The iterator copies a spilled block to the device when it yields the block's states. It does not keep the copy.
         """
         return (block.states for block in self._blocks)
 
@@ -421,7 +421,7 @@ class DeviceStates(OldStates):
         return block
 
     def _update_totals(self) -> None:
-        """Remove blocks that no longer need polling from the pending blocks, and add their sizes to the totals."""
+        """Remove each block that need not be polled again from the pending blocks, and add its size to the totals."""
         known = [block for block in self._pending if not block.is_pending]
         if known:
             resident = [block for block in known if block.is_resident]
@@ -436,7 +436,7 @@ class DeviceStates(OldStates):
 
 
 def read_row_counts(segments: Iterable[DeviceStates]) -> None:
-    """Read the unknown numbers of rows of all blocks of several segments. Waits for the device at most once."""
+    """Copy the unknown row counts of all blocks in several segments to the host. Waits for the device at most once."""
     segments = list(segments)
     blocks = [block for states in segments for block in states.unknown]
     if blocks:

@@ -1,4 +1,4 @@
-"""Store of the owners of one table's slots: the raw id that a managed-collision module maps to each row.
+"""Row store for the owners of a table's slots. A managed-collision module maps the owner, a raw id, to its slot (row).
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard.
 """
@@ -14,14 +14,14 @@ from delta_tracker.tracker.store.marked_rows import MarkedRows
 
 
 class OwnerStore(MarkedRows):
-    """Row store for changed owners: the slots (rows) whose owner changed in a table with managed collisions.
+    """Row store that records which slots (rows) of a table with managed collisions have a new owner.
 
-    :meth:`update` finds these slots by comparing the owners with a copy. The copy takes 8 bytes per slot. The owners of
+    :meth:`update` compares the owners with a copy to find these slots. The copy takes 8 bytes per slot. The owners of
     an MCH module are compared only after the module wrote them. The owners of a hash-ZCH module are compared in each
     call. The old state of a slot is its owner before its first change in a segment.
 
-    An owner that cannot be published does not stop training. :meth:`update` marks its slot and sets :attr:`refusal`
-    until all owners are valid again.
+    Training continues if an owner cannot be published. :meth:`update` marks the slot of this owner, and sets
+    :attr:`refusal` until all owners are valid again.
 
     Args:
         source: reader of the module's owners.
@@ -46,17 +46,17 @@ class OwnerStore(MarkedRows):
         self._read_all()
 
     def attach(self, source: LocalOwners) -> None:
-        """Read the owners from another source after the module was replaced. The slots and device must be the same."""
+        """Replace the source of the owners after the module was replaced. It must have the same slots and device."""
         self.source, self._token = source, None
 
     def update(self, mark: Callable[[Tensor], None]) -> None:
         """Compare the owners with the copy, mark the slots that differ, and update the copy.
 
-        Does nothing if the module has not written the owners. Otherwise waits for the device. Takes temporary memory of
-        up to 17 bytes per slot. A call that runs out of memory can be repeated.
+        Makes no comparison if the module has not written the owners since the last call. Otherwise, waits for the
+        device. Takes temporary memory of up to 17 bytes per slot. A call that runs out of memory can be repeated.
 
         Args:
-            mark: function that marks slots ``[N]`` as changed in the table's own store. Called only if slots differ.
+            mark: function that marks slots ``[N]`` as changed in the table's row store. Called only if slots differ.
         """
         if self._marks_all:
             self.mark_unknown()
@@ -78,13 +78,13 @@ class OwnerStore(MarkedRows):
 
     @property
     def owners(self) -> Tensor:
-        """Owner of each slot at the last :meth:`update`, ``[R]`` int64. Do not write to this tensor."""
+        """Owner of each slot as of the last :meth:`update`, ``[R]`` int64. Do not write to this tensor."""
         return self.copy
 
     def former(self, ids: Tensor, start: int) -> Tensor:
-        """Return the owner of each given slot at the pinned position ``start``, ``[N]`` int64. Waits for the device.
+        """Return the owners ``[N]`` int64 of the slots ``ids`` at the pinned position ``start``. Waits for the device.
 
-        ``ids`` is ``[N]`` int64, unique local ids in ascending order. No segment since ``start`` may have been dropped.
+        ``ids`` is ``[N]`` int64, unique local ids in ascending order. The segments since ``start`` must still exist.
         """
         former = self.copy.index_select(0, ids)
         changed = self.changed(start, self._segments[-1].start + 1)
@@ -96,11 +96,11 @@ class OwnerStore(MarkedRows):
         return former
 
     def mark_all_later(self) -> None:
-        """Request that the next :meth:`update` marks all slots with :meth:`mark_unknown`. Allocates no memory."""
+        """Make the next :meth:`update` call :meth:`mark_unknown`. Allocates no memory."""
         self._marks_all = True
 
     def mark_unknown(self) -> None:
-        """Mark all slots as changed. Their former owners are unknown and reported as ``NO_OWNER``."""
+        """Mark all slots as changed. Their former owners are unknown, and are reported as ``NO_OWNER``."""
         every = torch.arange(self.num_rows, device=self.device)
         self.mark(every, states=torch.full_like(every, NO_OWNER).unsqueeze(1))
 
@@ -119,7 +119,7 @@ class OwnerStore(MarkedRows):
     def _refusal(self, owners: Tensor, slots: Tensor | None) -> str:
         """Check whether owners ``[R]`` can be published. Return the reason if they cannot, or an empty string.
 
-        ``slots`` are the ``[N]`` local slots to check; None for all slots. The source itself checks all owners.
+        ``slots`` are the local slots to check, ``[N]``; None for all slots. The checks of the source cover all owners.
         """
         if reason := self.source.refusal():
             return reason

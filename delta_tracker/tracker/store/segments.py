@@ -1,10 +1,10 @@
-"""Row store of one shard that also records the writes in progress.
+"""Row store that also records the writes in progress.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``S`` the number of values in an old state.
 
-A *write* is in progress from just before it changes its rows until it is known to be complete. A read during the write
-may return the value of a row from before or after the write. Therefore each cut marks the rows of the writes in
-progress again in the new segment, with their states at the cut. The next read then returns these rows again.
+A *write* is in progress between :meth:`SegmentStore.begin_write` and :meth:`SegmentStore.end_write`. A read during the
+write may return the values of rows from before or after the write. Therefore, each cut marks these rows again in the
+new segment, with their states at the cut. The next read then returns these rows again.
 """
 
 from collections import deque
@@ -18,20 +18,18 @@ from delta_tracker.tracker.store.old_states import ReadStates
 
 
 class SegmentStore(MarkedRows):
-    """Row store of a table whose writes are reported by hooks, readable from any pinned position.
+    """Row store for a table whose writes are reported by hooks.
 
-    Call :meth:`begin_write` before each write changes rows, and :meth:`end_write` once the write is known to be
-    complete. The store also holds the ids of the writes in progress.
+    Call :meth:`begin_write` before a write changes rows, and :meth:`end_write` when the write is complete.
 
     Args:
         num_rows, device, engine, old_states: see :class:`MarkedRows`.
-        was_written: function that returns True if the shard was written in place since its previous call. The first
-            call covers the time since the function was created. None disables the detection of unreported writes by
-            :meth:`notice_writes`.
+        was_written: function that returns True if the shard was written in place since the function was last called or
+        was created. If it is None, :meth:`notice_writes` does not detect unreported writes.
 
     Attributes:
         reads_shard: True if :meth:`cut` or the methods that mark rows read the shard.
-        writes: local ids ``[N]`` of each write in progress, by key; None for a write of all rows.
+        writes: local ids ``[N]`` of the rows of each write in progress, by its key; None for all rows.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
@@ -59,12 +57,12 @@ class SegmentStore(MarkedRows):
         self.writes: dict[int, Tensor | None] = {}
 
     def begin_write(self, key: int, ids: Tensor | None) -> None:
-        """Record a write in progress with a new ``key``, and mark its rows ``ids``: ``[N]`` local ids; None for all."""
+        """Start a write with the new key ``key``, and mark its rows ``ids``, ``[N]`` local ids or None for all rows."""
         self.writes[key] = ids
         self.mark(ids)
 
     def end_write(self, key: int) -> None:
-        """Remove a write that is complete or was canceled. Does nothing if no write with this key is in progress."""
+        """End a write that is complete or was canceled. Does nothing if no write with this key is in progress."""
         self.writes.pop(key, None)
         if key in self._lost:
             self._has_unmarked = True  # the write may have changed rows since the last cut marked them
@@ -82,11 +80,10 @@ class SegmentStore(MarkedRows):
     # Writes without a report
 
     def notice_writes(self) -> None:
-        """Mark all rows, with unknown old states, if the shard was written and no hook reported the write.
+        """Mark all rows, with unknown old states, after an unreported write or a call of :meth:`mark_all_later`.
 
-        Also mark them after a call of :meth:`mark_all_later`. Call this method before every :meth:`cut`. If old states
-        are kept, also call it before each :meth:`begin_write` or :meth:`mark` that captures states: after an unreported
-        write, the current states are not the old states.
+        Call this method before each :meth:`cut`. If old states are kept, also call it before :meth:`begin_write` and
+        before a :meth:`mark` that saves current states: after an unreported write, these are not the old states.
         """
         if self.has_unmarked_writes():
             try:
@@ -97,10 +94,10 @@ class SegmentStore(MarkedRows):
                 raise
 
     def mark_all_later(self, key: int | None = None) -> None:
-        """Request that the next :meth:`notice_writes` marks all rows. Allocates no memory. Any thread may call it.
+        """Make the next :meth:`notice_writes` mark all rows. Allocates no memory. May be called from any thread.
 
-        If ``key`` is given, each call of :meth:`notice_writes` until the write ``key`` ends marks all rows, and so does
-        the first call afterwards.
+        If ``key`` is given, each :meth:`notice_writes` marks all rows until the write ``key`` ends. The first call
+        after the end of the write also marks all rows.
         """
         self._has_unmarked = True
         if key is not None and key not in self._lost:
@@ -120,12 +117,12 @@ class SegmentStore(MarkedRows):
         return self._has_unmarked or bool(self._lost)
 
     def acknowledge_writes(self) -> None:
-        """Make :meth:`notice_writes` ignore earlier writes. Call it if the rows of these writes need not be marked."""
+        """Make :meth:`notice_writes` ignore all earlier unreported writes. Call it if their rows need not be marked."""
         if self._was_written is not None:
             self._was_written()
 
     def reset(self) -> None:
-        """Drop all marked rows and ignore all earlier writes, except writes in progress."""
+        """Drop all marked rows and ignore all earlier unreported writes. Writes in progress remain in progress."""
         self.acknowledge_writes()
         self._has_unmarked = False
         self.delete(None)
@@ -139,5 +136,5 @@ class SegmentStore(MarkedRows):
 
     @property
     def log_bytes(self) -> int:
-        """Size in bytes of the row sets, the old states and the ids of pending writes, including reserved memory."""
+        """Size in bytes of the row sets, old states and ids of writes in progress, including reserved memory."""
         return super().log_bytes + sum(ids.nbytes for ids in self.writes.values() if ids is not None)

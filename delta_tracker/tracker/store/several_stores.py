@@ -1,8 +1,8 @@
 """Operations on several row stores. Stores on the same device are marked, scanned and counted together.
 
-Except on the CPU, a lookup of one kernel marks the rows of all its tables with a fixed number of launches, unless old
-states are kept. A read waits for the device a fixed number of times for all tables. On the CPU, each store is marked
-and read separately.
+On a GPU, the number of kernel launches for marking rows does not depend on the number of tables, unless old states are
+kept. The number of times that a read waits for the device does not depend on it either. On the CPU, each store is
+marked and read separately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
 def changed_in_each(
     stores: Mapping[str, SegmentStore], start: int, stop: int, *, with_states: bool
 ) -> dict[str, ChangedRows]:
-    """Return the result of :meth:`SegmentStore.changed` for each store. Stores on the CPU are not supported."""
+    """Return the result of :meth:`SegmentStore.changed` of each store, by name. Stores on the CPU are not supported."""
     if with_states:
         read_row_counts(states for store in stores.values() for states in store.device_states)
     marked = {name: store.marked(start, stop) for name, store in stores.items()}
@@ -88,7 +88,7 @@ def _mark(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor]) -> None
 
 
 def _newest_sets(engine: type[RowSet], stores: Sequence[SegmentStore]) -> list[RowSet]:
-    """Return the set of each store for the rows marked since the last cut. Creates missing sets together."""
+    """Return each store's row set for the rows marked since the last cut. Missing sets are created in one call."""
     newest = [store.newest for store in stores]
     missing = [index for index, segment in enumerate(newest) if segment.rows is None]
     if missing:
@@ -102,7 +102,7 @@ def _together(
     marked: Mapping[str, tuple[RowSet | None, object]],
     call: Callable[[type[RowSet], Sequence[RowSet]], Sequence[_Result]],
 ) -> dict[str, _Result]:
-    """Call a function once for all row sets of each engine on each device. Return the results by name.
+    """Call ``call`` once per engine and device, with all row sets that belong to both. Return the results by name.
 
     ``marked`` contains results of :meth:`SegmentStore.marked` by name. Names without a row set are skipped.
     """

@@ -1,9 +1,9 @@
 """Row store that finds changed rows by comparing the shard with a copy.
 
-It is used for tables whose writes no hook reports (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients).
+The store is for tables whose writes no hook reports (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients).
 Their changes cannot be derived from lookups: momentum, Adam and weight decay change rows that were not looked up, the
 all-reduce adds gradients of other ranks, and the optimizer writes after the backward pass. Comparison with a copy is
-exact in all these cases, needs no collective, and also finds rows that ``load_state_dict`` changed.
+exact in all these cases, needs no collective operation, and also finds rows that ``load_state_dict`` changed.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``D`` its number of columns.
 """
@@ -24,17 +24,17 @@ _CHUNK_ROWS = 65536
 
 
 class ShadowStore(SegmentStore):
-    """Row store of a table whose writes no hook reports. At each cut, it compares the shard with a copy.
+    """Row store for a table whose writes no hook reports. Each cut compares the shard with a copy to find changed rows.
 
-    The copy takes as much memory as the shard. Each cut reads the shard and the copy once. The comparison is bitwise.
+    The copy takes as much memory as the shard. The comparison is bitwise and reads the shard and the copy once.
 
     Args:
-        read_rows: function that returns a copy of the shard's current rows ``[N, D]`` for local ids ``[N]``, or of all
-            rows if the argument is None.
+        read_rows: function that takes local ids ``[N]`` and returns a copy of the current values ``[N, D]`` of these
+        rows. If the argument is None, it returns all rows.
         num_rows: ``R``, number of rows of the shard.
         device: device of the shard.
         engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
-        keeps_states: True to keep old states, the values ``[N, D]`` of changed rows before their change.
+        keeps_states: True to keep the values ``[N, D]`` of rows before their change as old states.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ShadowStore(SegmentStore):
     def catch_up(self) -> None:
         """Mark the rows that differ from the copy, then update the copy. Waits for the device once.
 
-        Takes temporary memory: one byte per row, 8 bytes per row that differs, and the values of 65,536 rows.
+        The temporary memory is one byte per row, 8 bytes per row that differs, and the values of 65,536 rows.
         """
         differs = torch.empty(self.num_rows, dtype=torch.bool, device=self.device)
         for begin in range(0, self.num_rows, _CHUNK_ROWS):
@@ -80,11 +80,11 @@ class ShadowStore(SegmentStore):
 
 
 def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str | None) -> SegmentStore:
-    """Return a table's store: a :class:`SegmentStore` if hooks report writes, otherwise a :class:`ShadowStore`.
+    """Create a table's row store: a :class:`SegmentStore` if hooks report its writes, otherwise a :class:`ShadowStore`.
 
     Args:
-        shard: function that returns this rank's current shard of the table. After a reshard, it may return another
-            object with the same block of rows.
+        shard: function that returns this rank's current shard of the table. After a reshard, it may return a new object
+        for the same rows.
         capture: implementation of the tracking mode.
         engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
     """
