@@ -1,4 +1,4 @@
-"""Order the work of several CUDA streams on the same memory.
+"""Synchronization of CUDA streams that use the same memory.
 
 Work on one stream runs in the order in which it was queued. Work on different streams may run in any order, unless one
 stream waits for the other.
@@ -19,11 +19,11 @@ class StreamFence:
     then waits for all work queued on the streams of earlier uses. The calling thread and other streams do not wait. On
     devices other than CUDA, the fence does nothing. Callers must serialize the calls.
 
-    The fence also calls ``Tensor.record_stream`` for each new stream. The caching allocator then reuses freed memory
-    only after the queued work of that stream has completed.
+    For each new stream, the fence also calls ``Tensor.record_stream`` on the tensors in the memory. If one is freed,
+    the caching allocator then reuses its memory only after the queued work of that stream is complete.
 
     Args:
-        tensors: function that returns the tensors in this memory that may be freed. Called only if the stream changes.
+        tensors: function that returns the tensors to call ``record_stream`` on. Called only if the stream changes.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -33,7 +33,7 @@ class StreamFence:
         self._open: dict[int, dict[torch.device, Any]] = {}  # key of a use to its streams
 
     def guard(self, devices: Iterable[torch.device]) -> None:
-        """Set the devices whose streams the fence orders. Devices other than CUDA are ignored."""
+        """Set the devices on which the memory is. Devices other than CUDA are ignored."""
         self._devices = tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
 
     def enter(self, key: int | None = None) -> None:
@@ -41,8 +41,8 @@ class StreamFence:
 
         Args:
             key: identifier of a use that queues work on the stream until :meth:`leave` is called with the same key.
-                Until then, uses on other streams wait for this stream, and so does the first use afterwards. None for a
-                use that queues all its work before the next call.
+            Until then, uses on other streams wait for this stream. The first use after that call also waits for it.
+            None for a use that queues all its work before the next :meth:`enter`.
         """
         for device in self._devices:
             stream, used = torch.cuda.current_stream(device), self._used.get(device, [])
@@ -67,13 +67,13 @@ class StreamFence:
         return next(iter(self._used.get(device, ())), None)
 
     def leave(self, key: int) -> bool:
-        """End the use with ``key``. Return False if there is no such use, or if no device is a CUDA device."""
+        """End the use that was started with ``key``. Return False if there is none, as on devices other than CUDA."""
         return self._open.pop(key, None) is not None
 
 
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:  # noqa: ANN401  torch's stubs have no common type
-    """Context manager ``torch.cuda.stream``, with the device of ``stream`` as the current device."""
+    """Context manager that makes ``stream`` the current stream, and its device the current device."""
     # Otherwise, torch sets the former device at exit, which creates a CUDA context there, of hundreds of MB.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield

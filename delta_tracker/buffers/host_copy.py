@@ -15,10 +15,10 @@ class HostCopy:
     memory. On other devices, :meth:`result` makes the copy. This class has not been tested on a GPU.
 
     Args:
-        source: tensor to copy. Until it is copied, only work queued later on the copying stream may write to it.
-        stream: CUDA stream that copies after all work queued on the current stream, usually a :func:`side_stream`.
-            Later work on the current stream does not wait for the copy. The memory of ``source`` must come from torch's
-            caching allocator. None copies on the current stream.
+        source: tensor to copy. Until the copy is complete, only later work on the same stream may write to it.
+        stream: CUDA stream for the copy, usually a :func:`side_stream`; None for the current stream. The copy waits for
+        the work that is already queued on the current stream. Later work on that stream does not wait for the copy.
+        The memory of ``source`` must come from torch's caching allocator.
         into: CPU tensor with the size and dtype of ``source``, pinned if ``source`` is on CUDA; None to allocate one.
 
     Attributes:
@@ -36,7 +36,7 @@ class HostCopy:
 
     @property
     def is_done(self) -> bool:
-        """True if the copy is complete. Does not wait. On devices other than CUDA, :meth:`result` makes the copy."""
+        """True if the copy is complete. Does not wait. Without CUDA, it is False until :meth:`result` is called."""
         return self._source is None if self.copied is None else bool(self.copied.query())
 
     @property
@@ -50,7 +50,7 @@ class HostCopy:
         return 0 if self._host is None else self._host.nbytes
 
     def result(self) -> Tensor:
-        """Wait until the copy is complete and return it, a CPU tensor. Releases the source tensor."""
+        """Wait until the copy is complete, and return it as a CPU tensor. Releases the source tensor."""
         if self.copied is None and self._source is not None:
             self._host = self._source.cpu() if self._host is None else self._host.copy_(self._source)
         elif self.is_running:
@@ -77,7 +77,7 @@ class HostCopy:
 
 
 def side_stream(device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
-    """Return a stream other than the current one for :class:`HostCopy`; None if ``device`` is not a CUDA device."""
+    """Return a CUDA stream on which a :class:`HostCopy` can run beside other work; None for other devices."""
     if device.type != "cuda":
         return None
     # Torch returns 32 streams of each priority in turn. Training could wait for copies on those of TorchRec (0 and -1)

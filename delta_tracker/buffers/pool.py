@@ -20,9 +20,9 @@ _ROUNDS = 4
 class BufferPool:
     """Pool of reusable CPU buffers.
 
-    A buffer becomes free when the array from :meth:`allocate` is garbage-collected. Views and tensors of the array keep
-    the array alive. The pool may be used from several threads, from signal handlers, and after a fork. While another
-    thread uses the pool, :meth:`allocate` returns a new array instead of blocking.
+    A buffer becomes free when the array from :meth:`allocate` is garbage-collected. Views of the array, and tensors
+    that share its memory, keep it alive. The pool may be used from several threads, from signal handlers, and after a
+    fork. While another thread uses the pool, :meth:`allocate` returns a new array instead of blocking.
 
     Reuse avoids page faults: the first touch of 256 MB takes 17 ms of processor time with huge pages and 110 to 180 ms
     without. Copying 256 MB of rows takes 15 ms.
@@ -32,7 +32,7 @@ class BufferPool:
 
     Args:
         max_bytes: maximum total size of the free buffers, in bytes.
-        min_bytes: size in bytes of the smallest array that the pool provides. Smaller arrays are always new.
+        min_bytes: minimum size of a request, in bytes. Smaller arrays are always new and do not belong to the pool.
 
     Example:
         >>> memory = BufferPool()
@@ -66,7 +66,7 @@ class BufferPool:
         return self._free_bytes
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return an uninitialized array ``[num_bytes]`` uint8, aligned for every dtype."""
+        """Return an uninitialized uint8 array of ``num_bytes`` elements that is aligned for every dtype."""
         if num_bytes < self._min_bytes or not self._lock.acquire(blocking=False):
             return np.empty(num_bytes, dtype=np.uint8)
         try:
@@ -84,7 +84,7 @@ class BufferPool:
             self._lock.release()
 
     def join(self, user: object) -> None:
-        """Register ``user`` as a user of the pool until :meth:`leave` is called. Holds only a weak reference to it."""
+        """Register ``user`` as a user of the pool until :meth:`leave` is called. Keeps only a weak reference to it."""
         self._users.add(user)
 
     def leave(self, user: object) -> None:
@@ -119,7 +119,7 @@ class BufferPool:
                 self._lock.release()
 
     def _mark_free(self) -> None:
-        """Mark memory of collected arrays as free, and release buffers that exceed the limits. Requires the lock."""
+        """Mark memory of garbage-collected arrays as free, and release buffers beyond the limits. Requires the lock."""
         while self._ended:
             _, memory = self._references.pop(self._ended.popleft())
             self._num_returns += 1
@@ -147,7 +147,7 @@ class BufferPool:
 
 
 def capacity(num_bytes: int) -> int:
-    """Return the size in bytes of a new buffer for ``num_bytes``, with room for slightly larger requests."""
+    """Return the size in bytes of a new buffer for a request of ``num_bytes``. Slightly larger requests fit, too."""
     return num_bytes + num_bytes // 8  # untouched pages use no memory
 
 
@@ -156,7 +156,7 @@ MEMORY = BufferPool()
 
 
 def new_rows(num_rows: int, like: Tensor) -> Tensor:
-    """Return an uninitialized tensor ``[num_rows, ...]`` with the dtype, device and other dimensions of ``like``.
+    """Return an uninitialized tensor ``[num_rows, ...]`` with the dtype, device and trailing dimensions of ``like``.
 
     The memory of large CPU tensors comes from :data:`MEMORY`.
     """
