@@ -1,10 +1,10 @@
-"""Hooks on the collections of TorchRec: output distributions, ``load_state_dict`` and evictions.
+"""Hooks on TorchRec's collections. They report output distributions, ``load_state_dict`` and evictions.
 
-The hook on an output distribution runs while the communication that the distribution has launched is in progress.
+The hook on an output distribution runs after the distribution has launched its communication, which is then running.
 
 The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` is called on a parent module or by
-``torch.distributed.checkpoint``. In-place writes that bypass ``load_state_dict`` are detected by
-:class:`~delta_tracker.sharding.weights.WriteWatch`.
+``torch.distributed.checkpoint``. :class:`~delta_tracker.sharding.weights.WriteWatch` detects in-place writes that
+bypass ``load_state_dict``.
 
 A managed-collision module resets the rows of evicted ids in its forward pass, before these rows are looked up again.
 """
@@ -27,12 +27,13 @@ _Evicted = Mapping[str, Tensor | None]
 class LaunchHook(Watcher):
     """Hook that reports each launch of an output distribution. A collection has one distribution per sharding type.
 
-    It is registered as a forward hook of the distributions. TorchRec has its own slot for a post-odist function, but
-    the slot can hold only one function and is not used for a collection inside a managed-collision module.
+    It is registered as a forward hook of the distributions. TorchRec's own callback after an output distribution is
+    not used: a module can have only one, and collections inside managed-collision modules do not call it.
 
     Args:
         module: sharded collection.
-        tables, context: FQNs of the module's tables, and objects shared by the tracker's hooks; see :class:`Watcher`.
+        tables: FQNs of the module's tables.
+        context: objects that the tracker's hooks share, see :class:`Watcher`.
     """
 
     def __init__(self, module: Any, tables: Sequence[str], context: HookContext) -> None:  # noqa: ANN401  torchrec's
@@ -53,7 +54,7 @@ class LaunchHook(Watcher):
 class LoadHook(Watcher):
     """Hook that reports all rows of one sharded collection as changed after each call of its ``load_state_dict``.
 
-    The arguments are the same as in :class:`LaunchHook`.
+    The arguments are those of :class:`LaunchHook`.
     """
 
     def __init__(self, module: nn.Module, tables: Sequence[str], context: HookContext) -> None:
@@ -83,7 +84,7 @@ class EvictionHook(Watcher):
 
     Args:
         module: sharded managed-collision module.
-        tables, context: FQNs of the module's tables, and objects shared by the tracker's hooks; see :class:`Watcher`.
+        tables, context: see :class:`LaunchHook`.
     """
 
     def __init__(self, module: nn.Module, tables: Sequence[str], context: HookContext) -> None:
@@ -91,9 +92,9 @@ class EvictionHook(Watcher):
         self._removals.append(WrappedMethod.add(self.before, module, "_evict"))
 
     def before(self, evicted: _Evicted) -> Callable[[bool], object]:
-        """Report rows that are about to be reset. Return a function to call after the reset.
+        """Report the rows that the module is about to reset. Return a function to call after the reset.
 
-        ``evicted`` maps each table name to ``[N]`` local ids, or to None if the table has no evictions.
+        ``evicted`` maps each table name to ``[N]`` local ids, or to None if no rows of the table are reset.
         """
         missed: Callable[[bool], object] = self._missed
         return self._contained(lambda: self._before(evicted), otherwise=missed)
@@ -120,10 +121,10 @@ class EvictionHook(Watcher):
 
 
 def watch_collections(model: nn.Module, found: Discovery, context: HookContext) -> Iterator[Watcher]:
-    """Register the hooks of this module on each collection of a model, and yield each hook.
+    """Register the hooks defined in this file on each collection of a model. Yield each hook.
 
-    Loads and evictions are reported only for tables with a fused optimizer. To find the changes of other tables, the
-    tracker compares them with a copy.
+    Loads and evictions are reported only for tables that have a fused optimizer. The tracker finds changes of other
+    tables by comparing them with a copy.
     """
     fused: dict[object, list[str]] = {}
     for fqn, module in found.modules.items():

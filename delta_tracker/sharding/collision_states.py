@@ -1,10 +1,10 @@
-"""Save and restore the training state of managed-collision modules of the class ``MCHManagedCollisionModule``.
+"""Save and restore the training state of TorchRec's ``MCHManagedCollisionModule``.
 
-The ``state_dict`` of such a module lacks the ids seen since the last eviction and the counters that determine when the
-next eviction happens. This module also saves these ids and counters, so that training continues bit-identically. It was
-tested with torchrec 1.8 on the CPU.
+The module's ``state_dict`` lacks the ids that it has received since the last eviction, and the counters that determine
+when the next eviction happens. The functions below also save these ids and counters, so that training continues
+bit-identically. They were tested with torchrec 1.8 on the CPU.
 
-Notation: ``Z`` is the number of slots of a module, ``H`` the number of ids that it has seen since the last eviction.
+Notation: ``Z`` is the number of slots of a module, ``H`` the number of ids received since the last eviction.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,9 +37,9 @@ _ATTRIBUTES = {
 
 
 def collision_obstacle(module: Any) -> str:  # noqa: ANN401  a class of torchrec's
-    """Return the reason if the state of a managed-collision module cannot be saved, otherwise an empty string.
+    """Check whether the state of a managed-collision module can be saved. Return the reason if not, otherwise ``""``.
 
-    Subclasses and custom eviction policies are rejected, since they may have additional state.
+    Subclasses and custom eviction policies are rejected, because they may have additional state.
     """
     torchrec = import_module("torchrec.modules.mc_modules")
     if type(module) is not torchrec.MCHManagedCollisionModule:
@@ -78,9 +78,9 @@ def collision_fault(state: Mapping[str, Any]) -> str:
 
 
 def check_collision_slots(fqn: str, module: Any, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:  # noqa: ANN401
-    """Return the saved slot ranges that overlap the slots of a module, in ascending order.
+    """Return those of the saved slot ``ranges`` that overlap the slots of a module, in ascending order.
 
-    Raises RestoreMismatchError unless the returned ranges cover exactly the slots of the module.
+    Raises RestoreMismatchError if the returned ranges do not cover exactly the slots of the module.
     """
     first, end = _rows(module)
     saved = sorted(ranges)
@@ -99,11 +99,11 @@ def check_collision_states(
     states: Sequence[Mapping[str, Any]],
     identity: Identity,
 ) -> None:
-    """Raise RestoreMismatchError if :func:`load_collision_states` cannot restore the states. Writes nothing.
+    """Raise RestoreMismatchError if :func:`load_collision_states` cannot restore ``states``. Writes nothing.
 
-    ``states`` contains one state for each rank that published the version, in any order. :func:`collision_fault` must
-    have found no fault in any state. The states must cover the slots of the module and have the same settings. Each
-    saved raw id must belong to the bucket of ``identity`` that contains its slot.
+    ``states`` contains one state for each rank that published the version, in any order. First check each state with
+    :func:`collision_fault`. The states must cover the slots of the module and have the same settings. Each saved raw id
+    must belong to the bucket of ``identity`` that contains its slot.
     """
     own = collision_state(module)
     what = f"the collision module of {fqn!r}"
@@ -131,7 +131,7 @@ def _policy_text(policy: Any) -> str:  # noqa: ANN401  a class of torchrec's
 
 
 def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> int:  # noqa: ANN401
-    """Restore a module from ``states``. Return how many of them were used. First call ``check_collision_states()``."""
+    """Restore a module from ``states``. Return the number of states used. Call :func:`check_collision_states` first."""
     parts = _parts(module, states)
     device = module._mch_sorted_raw_ids.device  # noqa: SLF001
     with torch.no_grad():
@@ -184,13 +184,13 @@ def _slots(state: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _seen(module: Any, name: str) -> Tensor:  # noqa: ANN401  a class of torchrec's
-    """Return the counter ``name`` of each id that was seen since the last eviction, ``[H]``."""
+    """Return the counter ``name`` of each id that was received since the last eviction, ``[H]``."""
     found: Tensor = module._history_metadata.get(name, module._mch_sorted_raw_ids)  # noqa: SLF001
     return found[: module._current_history_buffer_offset]  # noqa: SLF001
 
 
 def _history_names(module: Any) -> list[str]:  # noqa: ANN401  a class of torchrec's
-    """Return the names of the counters of the ids that were seen since the last eviction."""
+    """Return the names of the counters of the ids that were received since the last eviction."""
     return [each.metadata_name for each in module._eviction_policy.metadata_info if each.is_history_metadata]  # noqa: SLF001
 
 

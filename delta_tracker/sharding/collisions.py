@@ -1,11 +1,11 @@
-"""Read the raw ids that own the rows of tables with managed collisions, on this rank.
+"""Read the raw ids that own this rank's rows of tables with managed collisions.
 
-A managed-collision module maps raw ids to slots, the rows of its table, admits new ids and evicts old ones. The *owner*
-of a slot is the raw id that the module maps to the slot. Raw ids are the output of the module's ``input_hash_func``.
+A managed-collision module maps raw ids to slots, which are the rows of its table. It admits new ids and evicts old ids.
+The *owner* of a slot is the raw id that the module maps to it. Raw ids are the output of its ``input_hash_func``.
 
 The modules are TorchRec's ``MCHManagedCollisionModule`` and ``HashZchManagedCollisionModule``, and subclasses of them.
-The MCH module stores the owners in ascending order, each with its slot. The hash module stores one owner per slot. It
-does not train on the CPU, so it was tested only with mappings that a test had written.
+The MCH module stores the owners in ascending order, each with its slot. The hash module stores one owner per slot.
+Because it does not train on the CPU, it was tested only with mappings that a test had written.
 
 Notation: ``R`` is the number of rows of the shard.
 """
@@ -29,7 +29,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class TensorVersions:
-    """Token of the state of ``tensors``. Two tokens differ if a tensor was replaced or written in place in between."""
+    """Token that identifies the state of ``tensors``. A token is different after a tensor was replaced or written."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]
@@ -67,7 +67,7 @@ class LocalOwners(ABC):
 
     @property
     def falls_back(self) -> bool:
-        """True if the module maps unknown raw ids to rows that other raw ids own; False by default."""
+        """True if the module may map an unknown raw id to a row that another raw id owns. False by default."""
         return False
 
     @abstractmethod
@@ -80,7 +80,7 @@ class LocalOwners(ABC):
 
     @abstractmethod
     def refusal(self) -> str:
-        """Return the reason if the owners cannot be published, otherwise an empty string. Waits for the device."""
+        """Check if the owners can be published. Return the reason if not, otherwise ``""``. Waits for the device."""
 
 
 class MchOwners(LocalOwners):
@@ -89,7 +89,7 @@ class MchOwners(LocalOwners):
     __slots__ = ()
 
     def token(self) -> object | None:
-        """Return a token of the two tensors of the mapping; None for inference tensors without version counters."""
+        """Return a token for the mapping's two tensors; None for inference tensors, which have no version counter."""
         tensors = self.module._mch_sorted_raw_ids, self.module._mch_remapped_ids_mapping  # noqa: SLF001
         return None if any(tensor.is_inference() for tensor in tensors) else TensorVersions(*tensors)
 
@@ -100,7 +100,7 @@ class MchOwners(LocalOwners):
         return torch.full_like(raw_ids, NO_OWNER).index_copy_(0, slots, raw_ids).to(self.device)
 
     def refusal(self) -> str:
-        """Return an error message if one raw id owns two slots, otherwise an empty string."""
+        """Return an error message if a raw id owns two slots, otherwise an empty string."""
         return _repeated(self.module._mch_sorted_raw_ids, NO_OWNER)  # noqa: SLF001
 
 
@@ -147,7 +147,7 @@ def _repeated(ascending: Tensor, empty: int) -> str:
 
 
 def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
-    """Return a reader of the owners on this rank for each tracked table with managed collisions, by table FQN.
+    """Return a reader of this rank's owners for each tracked table that has managed collisions, by table FQN.
 
     Raises:
         UnsupportedModelError: if a managed-collision module has an unsupported class, is not in the same module as
@@ -200,7 +200,7 @@ def _check_apart(model: nn.Module, found: Discovery) -> None:
 
 
 def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec) -> LocalOwners:  # noqa: ANN401
-    """Return the reader for one table. ``held`` is its collection, ``module`` is its managed-collision module."""
+    """Return the reader for one table. ``held`` is the table's collection, ``module`` its managed-collision module."""
     table, rows = shard.spec.table, (shard.spec.row_offset, shard.spec.row_offset + shard.spec.num_rows)
     is_sorted = isinstance(module, torchrec.sorted_collisions)
     if is_sorted:

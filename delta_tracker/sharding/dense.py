@@ -1,7 +1,7 @@
-"""Find the dense tensors of a model: all parameters and persistent buffers outside sharded modules.
+"""Find the dense tensors of a model. These are all parameters and persistent buffers outside sharded modules.
 
-Tensors that are split over the ranks are rejected by name, since a version would contain the part of only one rank.
-Tensors of sharded managed collisions are omitted, since a stream stores the raw ids together with the rows.
+An error names the tensors that are split over the ranks, because a version would contain only one rank's part of them.
+Tensors of sharded managed collisions are left out, because a stream stores the raw ids together with the rows.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,16 +26,16 @@ def dense_tensors(
 
     Args:
         model: the model whose tables are tracked.
-        dense: a module, to select its parameters and persistent buffers outside sharded modules; a list of modules and
-            of tensor names in the model's ``state_dict``; or a mapping of names to modules.
-        tables: FQNs of the tracked tables. Their weights are left out if ``dense`` is a module.
+        dense: a module, a list of modules and of tensor names (keys of the model's ``state_dict``), or a mapping of
+        names to modules. A module selects its parameters and persistent buffers outside sharded modules.
+        tables: FQNs of the tracked tables. Their weights are left out of the tensors that a module selects.
         skip_sharded: True to leave out tensors that are split over the ranks, and the dense tensors of embedding
-            towers, instead of raising an error for them.
+        towers. False to raise an error for them.
 
     Returns:
-        Mapping of name to detached tensor. Names are keys of the model's ``state_dict``. For a module outside the
-        model, they are keys of its own ``state_dict``, prefixed with its name in the mapping and a dot. A tensor with
-        several names is returned under each of them.
+        Mapping from name to detached tensor. Names are keys of the model's ``state_dict``. The name of a tensor in a
+        module outside the model is ``NAME.KEY``: ``NAME`` is the module's name in the mapping ``dense``, and ``KEY`` is
+        a key of the module's ``state_dict``. A tensor that has several names is returned under each of them.
 
     Raises:
         InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, if a
@@ -100,7 +100,7 @@ def parameter_names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
-    """Return the names of the trainable parameters that are not split over ranks, except weights of ``tables``."""
+    """Return the names of trainable parameters that are neither split over ranks nor weights of ``tables``."""
     every = _tensors(model, model)
     weights = {id(every.get(f"{fqn}.weight")) for fqn in tables}
     found = ((name, each) for name, each in every.items() if id(each) not in weights)
@@ -124,7 +124,7 @@ def _tensors(model: nn.Module, root: nn.Module, prefix: str = "") -> dict[str, T
 
     The value is None for a tensor that is split over ranks, and for an embedding tower, whose dense tensors exist only
     on the ranks of one host. Names are relative to ``model`` if ``root`` is part of it. Otherwise, they are relative to
-    ``root``, with ``prefix`` and a dot in front.
+    ``root``, and ``prefix`` and a dot are put in front of them.
     """
     torchrec = Torchrec()
     inside = {id(module) for _, module in walk(root, torchrec)}

@@ -1,4 +1,4 @@
-"""Find the tables of a model, this rank's shards of them, and the kernels that hold the shards.
+"""Find the tables of a model, this rank's shards of the tables, and the kernels that contain the shards.
 
 In a model without sharded collections, the tables are torch's embedding modules; see ``plain_tables.py``.
 """
@@ -37,11 +37,11 @@ class Discovery:
     """Result of :func:`discover`: the tracked tables of a model and this rank's shards of them.
 
     Args:
-        modules: FQN to sharded embedding module.
-        features: table FQN to the feature names of the table.
-        tables: table FQN to the spec of the whole table; the same on every rank.
-        shards: table FQN to this rank's shard. A shard may have no rows.
-        kernels: kernels of this rank that hold at least one tracked shard.
+        modules: sharded collections by FQN.
+        features: feature names of each table by table FQN.
+        tables: specs of the whole tables by table FQN. They are the same on every rank.
+        shards: this rank's shards by table FQN. A shard may have no rows.
+        kernels: kernels of this rank that contain at least one tracked shard.
         skipped: FQNs of the tables, and of the unsupported sharded modules and tensors, that ``fqns_to_skip`` excludes.
         plain: tables of ``nn.Embedding`` and ``nn.EmbeddingBag`` modules.
     """
@@ -68,9 +68,9 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains tables.
-        fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude: the FQN of the item
-            or of a module that contains it, or one component of the item's FQN. A name without a match causes a
-            warning.
+        fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude. A name is an FQN, the
+        FQN of a module that contains the excluded item, or one component of the item's FQN. A warning is logged for a
+        name that matches nothing.
 
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.
@@ -130,7 +130,7 @@ def _warn_of_skips(skips: Sequence[str], found: Discovery) -> None:
 def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``(FQN, module)`` once for each module of a model; see :meth:`Torchrec.walk`.
 
-    Does not descend into sharded collections or into modules for which :func:`has_unknown_rows` returns True.
+    Submodules of sharded collections, and of modules for which :func:`has_unknown_rows` returns True, are left out.
     """
 
     def is_leaf(module: nn.Module) -> bool:
@@ -142,8 +142,8 @@ def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]
 def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
     """Return True if ``module`` is a sharded module whose rows cannot be tracked.
 
-    This holds for sharded modules without a supported collection, and for embedding towers (they exist only on the
-    ranks of one host). The result is the same on every rank, including ranks without rows of the module.
+    Such modules are embedding towers, which exist only on the ranks of one host, and sharded modules that contain no
+    supported collection. The result is the same on every rank, including ranks that have no rows of the module.
     """
     if isinstance(module, torchrec.towers):
         return True
@@ -153,7 +153,7 @@ def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
 
 
 def _unknown(fqn: str, module: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, str]]:
-    """Yield ``(FQN, class name)`` of ``module``, or of its own sharded tensors, if their rows cannot be tracked.
+    """Yield ``(FQN, class name)`` of ``module`` or of its direct sharded tensors if their rows cannot be tracked.
 
     If :func:`has_unknown_rows` returns True for the module, only the module is yielded.
     """
@@ -208,7 +208,7 @@ class _HeldBlock:
 def _kernels(
     module: nn.Module, fqn_of: dict[str, str], torchrec: Torchrec
 ) -> tuple[list[Kernel], dict[str, list[_HeldBlock]]]:
-    """Return the kernels of a collection that hold a tracked shard, and the blocks of each table on this rank."""
+    """Return the kernels of a collection that contain a tracked shard, and the blocks of each table on this rank."""
     kernels: list[Kernel] = []
     blocks: dict[str, list[_HeldBlock]] = {fqn: [] for fqn in fqn_of.values()}
     for emb_module in kernels_of(module):
@@ -247,7 +247,7 @@ def _held_block(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor
 def _merge(
     table: TableSpec, blocks: list[_HeldBlock], planned: set[_Area] | None, *, is_fused: bool, replica: tuple[int, int]
 ) -> LocalShard:
-    """Merge ``blocks`` of a table on this rank, which have the same rows and different columns, into one shard.
+    """Merge this rank's ``blocks`` of a table into one shard. They have the same rows and different columns.
 
     ``blocks`` is empty if the rank has no rows of the table. ``planned`` are the blocks in the sharding plan; None if
     the plan lists none. ``is_fused`` is used only if ``blocks`` is empty. ``replica`` is the result of

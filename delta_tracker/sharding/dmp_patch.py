@@ -1,4 +1,4 @@
-"""Replace the trackers that the methods of TorchRec's ``DistributedModelParallel`` create."""
+"""Make the tracker methods of TorchRec's ``DistributedModelParallel`` create trackers of this library."""
 
 import sys
 from collections.abc import Callable
@@ -14,11 +14,11 @@ _METHODS = ("init_torchrec_delta_tracker", "get_delta_tracker", _CREATES)
 
 
 class TorchrecPatch:
-    """Patch of ``DistributedModelParallel`` in this process, until :meth:`remove` or the end of a ``with`` block.
+    """Patch of ``DistributedModelParallel`` in this process. It is active until :meth:`remove` or the end of ``with``.
 
-    While the patch is active, ``init_torchrec_delta_tracker(config)`` stores ``create(model, config)`` as the tracker
-    of the model and returns it, unless the model already has a tracker. The newest active patch applies. Patches may be
-    removed in any order.
+    While the patch is active, ``init_torchrec_delta_tracker(config)`` returns the model's tracker. If the model has
+    none, it first stores the result of ``create(model, config)`` as the tracker. If several patches are active, the
+    newest one applies. Patches may be removed in any order.
 
     Args:
         create: function that returns a tracker for a ``DistributedModelParallel`` and a config.

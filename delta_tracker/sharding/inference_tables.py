@@ -1,8 +1,8 @@
 """Row targets for the tables of a serving model that TorchRec has sharded or quantized.
 
-A row quantized to integers consists of a scale and a bias of two bytes each, the codes of its columns, and padding. The
-scale and bias are computed from the whole row. If the codes of a row are stored in several column shards, every shard
-has the same scale and bias. This also holds if torchrec shards a table after quantizing it.
+A row that is quantized to integers consists of a scale and a bias of two bytes each, one code for each column, and
+padding. The scale and bias are computed from the whole row. If a row is split into several column shards, every shard
+has the same scale and bias. This is also true if torchrec shards a table after quantizing it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,7 +45,7 @@ _QUANTIZED_FROM = (torch.float32, torch.float16)
 def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
     """Yield ``(name, target)`` for sharded and quantized tables, and ``(name, tensor)`` for other tensors of a model.
 
-    Names are keys of ``state_dict`` without the components of wrapper modules. Names of targets do not end with
+    A name is a key of the model's ``state_dict`` without the names of wrapper modules. Names of targets have no suffix
     ``.weight``. Raises InvalidArgumentError if the kernel, data type or geometry of a sharded table is not supported.
     """
     torchrec = Torchrec()
@@ -66,7 +66,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 
 
 def walk_names(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(FQN, module)`` for each FQN of each module of a model, except submodules of collections."""
+    """Yield ``(FQN, module)`` for each FQN of each module in ``model``. Submodules of collections are left out."""
     kinds = (*torchrec.collections, *QUANTIZED_SHARDS, *QUANTIZED)
     return torchrec.walk(model, lambda module: isinstance(module, kinds), None)
 
@@ -130,7 +130,7 @@ def _quantized(module: Any, holder: str, blocks: Iterable[_Block]) -> Iterator[t
 
 
 def _obstacle(block: _Block) -> str:
-    """Return the reason if the rows of a block cannot be written, otherwise an empty string."""
+    """Return the reason why the rows of a block cannot be written, or an empty string if they can be written."""
     kernel = block.kernel
     if type(kernel) not in _KERNELS:
         return f"in a {type(kernel).__name__}, which does not store rows contiguously"
@@ -152,13 +152,13 @@ def _obstacle(block: _Block) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Rectangle of a quantized table, and the layout of its rows in memory.
+    """Block of a quantized table, and the layout of the block's rows in memory.
 
     Args:
-        region: the rectangle; its ``memory`` is ``[rows, bytes]`` uint8, including the padding of the rows.
+        region: the block. Its ``memory`` is ``[rows, bytes]`` uint8, including the padding of the rows.
         kind: data type of the table: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
         row_bytes: size of a row in bytes, without padding.
-        is_scale_last: True if scale and bias follow the codes, False if they precede the codes.
+        is_scale_last: True if the scale and bias are stored after the codes, False if they are stored before the codes.
     """
 
     region: Region
@@ -177,10 +177,10 @@ def _packed(block: _Block) -> Packed:
 
 
 class QuantizedTarget(TensorTarget):
-    """Target that quantizes rows of the trainer's dtype and writes them to a quantized table.
+    """Row target of a quantized table. It quantizes rows of the trainer's dtype and writes them to the table.
 
-    Rows are quantized on the CPU. The bytes are identical to torchrec's result. The trainer's table may be float32,
-    float16 or bfloat16. torchrec cannot quantize bfloat16, so bfloat16 rows are converted to float32 first.
+    Rows are quantized on the CPU. The result is byte-identical to torchrec's. The trainer's table may be float32,
+    float16 or bfloat16. bfloat16 rows are first converted to float32, because torchrec cannot quantize bfloat16.
 
     Args:
         num_rows: number of rows of the whole table.
@@ -214,8 +214,8 @@ class QuantizedTarget(TensorTarget):
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:
         """Quantize whole rows, ``[N, dim]`` on the CPU.
 
-        Returns ``[N, bytes]`` uint8 for :meth:`write`. Each row is the concatenation of the quantized row in every
-        distinct layout of the blocks.
+        Returns ``[N, bytes]`` uint8, which :meth:`write` accepts. If the blocks have several layouts, a row of the
+        result contains the quantized row once for each layout.
         """
         if values.dtype not in _QUANTIZED_FROM:
             values = values.float()
@@ -231,7 +231,7 @@ class QuantizedTarget(TensorTarget):
 
     @torch.no_grad()
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:  # noqa: ARG002
-        """Write the result of :meth:`prepare` to the rows ``ids`` and to their copies in the caches of the kernels."""
+        """Write the result of :meth:`prepare` to the rows ``ids`` and to copies of the rows in the kernels' caches."""
         for each in self._packed:
             _, at = self._layouts[_layout(each)]
             each.region.write(ids, values[:, at : at + each.region.memory.shape[1]])

@@ -1,4 +1,4 @@
-"""Mark a model that a restore is writing to or that follows a stream, so that its forward passes raise an error."""
+"""Make the forward passes of a model raise an error while the model is being restored or follows a stream."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from delta_tracker.errors import IncompleteModelError
 
 @dataclass(eq=False)
 class _Incomplete:
-    """Forward pre-hook of a model that is being written.
+    """Forward pre-hook of an incomplete model. It raises IncompleteModelError.
 
     Args:
         version: version that is being restored, or that the model has reached in the stream.
@@ -26,7 +26,7 @@ class _Incomplete:
 def mark_incomplete(model: nn.Module, version: int, *, is_following: bool = False) -> None:
     """Make every forward pass of ``model`` raise IncompleteModelError until :func:`mark_complete` is called.
 
-    Direct calls of submodules do not raise it. ``version`` is the version that is being restored or, if
+    Direct calls of submodules do not raise the error. ``version`` is the version that is being restored or, if
     ``is_following`` is True, the version that the model has reached in the stream.
     """
     held = _mark_of(model)
@@ -37,13 +37,13 @@ def mark_incomplete(model: nn.Module, version: int, *, is_following: bool = Fals
 
 
 def is_following(model: nn.Module) -> bool:
-    """Return True if ``model`` follows a stream and no restore has written to it since."""
+    """Return True if ``model`` follows a stream, unless a restore has written to it later."""
     held = _mark_of(model)
     return held is not None and held.is_following
 
 
 def mark_complete(model: nn.Module) -> None:
-    """Undo :func:`mark_incomplete`. Call this once the model is complete."""
+    """Undo :func:`mark_incomplete`. Call this function when the model is complete."""
     for number, hook in list(model._forward_pre_hooks.items()):  # noqa: SLF001  a hook has no public list
         if isinstance(hook, _Incomplete):
             del model._forward_pre_hooks[number]  # noqa: SLF001

@@ -1,17 +1,17 @@
-"""Post-lookup hook: reports the rows that a kernel looks up and updates.
+"""Hook that reports the rows that a kernel looks up and updates.
 
 A fused optimizer writes rows when the kernel's autograd node runs in the backward pass. The node's pre-hook therefore
 runs just before the write, and its post-hook just after the write. A forward pass under ``no_grad`` creates no node,
 the node of a discarded output never runs, and a second backward pass runs both hooks again. If a backward pass raises
-between the two hooks, the end of the pass is detected when the autograd engine deletes the callbacks queued for it.
+between the two hooks, the autograd engine deletes the callbacks that were queued for the pass. This reports its end.
 
-The capture of a CUDA graph runs the hooks once, and replays of the graph run none. Once a lookup or a backward pass of
-a table has been captured, every read of changes returns all rows of the table. The same holds for lookups that are
-compiled with ``fullgraph=True``.
+The hooks run when a CUDA graph is captured, but not when it is replayed. Once a lookup or a backward pass of a table
+has been captured, every read of changes returns all rows of the table. The same applies to lookups that are compiled
+with ``fullgraph=True``.
 
-A deep copy of a model also calls the hooks. They ignore lookups of the copy: its rows are in other memory. TorchRec's
-``DistributedModelParallel.copy()`` to the same device does not copy the rows. Lookups of such a copy are reported.
-Backward passes of other copies are counted, to warn if a job trains a copy by mistake.
+A deep copy of a model also calls the hooks. The hooks ignore lookups of the copy, because it has its own rows.
+TorchRec's ``DistributedModelParallel.copy()`` to the same device does not copy the rows: the hooks report lookups of
+such a copy. They count the backward passes of other copies, so that a warning is logged if a job trains a copy.
 """
 
 import threading
@@ -40,7 +40,7 @@ _MAX_DEPTH = 8
 
 
 class KeyedIds(Protocol):
-    """Protocol with the methods of TorchRec's KeyedJaggedTensor that the tracker uses. Ids are grouped by feature."""
+    """Methods of TorchRec's ``KeyedJaggedTensor`` that the tracker uses. Ids are grouped by feature."""
 
     def keys(self) -> list[str]:
         """Return the names of the features. A name may occur several times."""
@@ -55,18 +55,18 @@ class KeyedIds(Protocol):
 class PostLookupHook(Watcher):
     """Hook that reports the rows that a kernel updates and, if ``lookups`` is True, the rows that it looks up.
 
-    It is registered as a forward hook of the kernel's module. TorchRec has its own slot for a post-lookup function, but
-    managed-collision modules bypass that slot.
+    It is registered as a forward hook of the kernel's module. TorchRec's own callback after a lookup is not used,
+    because managed-collision modules do not call it.
 
     Args:
         kernel: kernel whose lookups and updates are reported.
-        context: listener, recorder and keys of the tracker.
+        context: objects that the tracker's hooks share.
         lookups: True to report every lookup, including lookups that update no row.
 
     Attributes:
-        in_flight: lookups whose backward pass has not begun but may still run, since their graph still exists.
+        in_flight: updates whose backward pass has not begun. It may still begin, because the lookup's graph exists.
         num_updates: number of backward passes that have begun to update rows.
-        others: counter of backward passes in copies of the kernel that have their own rows.
+        others: counter of backward passes of copies of the kernel that have their own rows.
     """
 
     def __init__(self, kernel: Kernel, context: HookContext, *, lookups: bool) -> None:
@@ -89,7 +89,7 @@ class PostLookupHook(Watcher):
             self._removals.append(handle.remove)
 
     def _pre_lookup(self, module: object, args: tuple[Any, ...]) -> None:
-        """Prevent a lookup on another stream from moving rows to or from the cache while a read flushes the cache."""
+        """Make the lookup wait for a read that flushes the cache on another stream. A lookup changes the cache."""
         del module, args
         if not is_capturing():
             self._contained(self._listener.order_lookup, otherwise=None)
@@ -139,7 +139,7 @@ class PostLookupHook(Watcher):
         node.register_hook(partial(self._after_write, update))
 
     def _watch_output(self, output: Tensor) -> None:
-        """Report all rows in each backward pass through ``output``, since the node that writes them is unknown."""
+        """Report all rows in each backward pass through ``output``, because the node that writes them is unknown."""
 
         def watch() -> bool:
             update = _Update(self._all_rows(), is_proven=False)
@@ -212,13 +212,13 @@ class PostLookupHook(Watcher):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Update:
-    """A write to the rows of one lookup. Only the hooks of the lookup's autograd node reference this object.
+    """Write to the rows of one lookup. Only the hooks of the lookup's autograd node refer to this object.
 
     Args:
         ids: table FQN to ``[N]`` local ids; None for all rows.
         is_proven: True if the write is complete when the node ends. False if the lookup was compiled or its node is
-            unknown: the write then ends with the backward pass.
-        keys: thread id to key of the write. Several threads may run a backward pass of one graph.
+        unknown. In this case, the write ends with the backward pass.
+        keys: key of the write by thread id. Several threads may run a backward pass of one graph.
         is_missed: True if a hook failed before it reported the start of the write.
         token: token whose deletion reports the end of the write; set only if the autograd engine could not store it.
     """
@@ -251,16 +251,16 @@ class _BackwardToken:
 
 
 def _end_with_backward(token: _BackwardToken) -> bool:
-    """Make autograd delete ``token`` when this thread's backward pass ends, even if the pass raises. Return True."""
+    """Make autograd delete ``token`` when this thread's backward pass ends, even after an error. Return True."""
     torch.autograd.Variable._execution_engine.queue_callback(token)  # noqa: SLF001
     return True
 
 
 def _lookup_node(output: Tensor) -> Node:
-    """Return the autograd node that updates the rows of a lookup, given the ``output`` of the lookup.
+    """Return the autograd node that updates the rows of the lookup that returned ``output``.
 
-    If the lookup was compiled, return the compiled node that runs first. The rows are then written between its start
-    and the end of the backward pass. Raises LookupError if there is no such node, as in unsupported fbgemm versions.
+    If the lookup was compiled, return the compiled node that runs first. The rows are then written between the start of
+    this node and the end of the pass. Raises LookupError if no node is found, as in unsupported fbgemm versions.
     """
     node, compiled = output.grad_fn, None
     for _ in range(_MAX_DEPTH):

@@ -1,15 +1,15 @@
-"""Kernels: split the memory of a kernel into tables, and flush the caches of a kernel when its rows are read.
+"""Access to the memory of kernels. It splits a kernel's memory into tables, and flushes caches before rows are read.
 
 A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
-variants: a table-batched embedding (TBE) with one autograd node for a group of tables. Within a kernel, a table is
-identified by its slot (its index in the group), since names of features and tables are not unique.
+variants. It is a table-batched embedding (TBE): a group of tables has one autograd node. Within a kernel, a table is
+identified by its slot, which is its index in the group, because the names of features and tables are not unique.
 
 FBGEMM's split functions create views of all tables of a kernel. Calling them for each table takes time quadratic in the
 number of tables, and calling them in each batch slows training down. The views are therefore cached until the tensors
 of the kernel are replaced.
 
-Memory: one view for each table and optimizer state. The views keep the memory of replaced tensors allocated until the
-next read.
+The cache contains one view for each table and optimizer state. The views keep the memory of replaced tensors allocated
+until the next read.
 """
 
 import threading
@@ -31,10 +31,10 @@ _Views = list[list[Tensor]]
 
 
 class Kernel:
-    """Kernel (TBE module) of this rank, with access to the weights and optimizer states of the table in each slot.
+    """Kernel (TBE module) of this rank. It provides the weights and optimizer states of the table in each slot.
 
     Args:
-        module: TorchRec's module; takes a KeyedJaggedTensor and returns the looked-up rows.
+        module: TorchRec's module, which takes a KeyedJaggedTensor and returns the looked-up rows.
         slots: FQN (None if untracked) and number of features of the table in each slot, in order.
         is_fused: True if a fused optimizer updates rows in the backward pass of a lookup. False if the rows are
             ordinary parameters, which any code can write.
@@ -63,8 +63,8 @@ class Kernel:
     def weight(self, slot: int) -> Tensor:
         """Return a view of the weights of a slot, ``[rows, columns]``.
 
-        Flushes the kernel's caches first, without overlapping a prefetch. Inside ``with one_cut()``, only the first
-        call for a kernel flushes them.
+        First flushes the kernel's caches, without overlapping a prefetch. Inside ``with one_cut()``, only the first
+        call for a kernel flushes its caches.
         """
         cut = _THREAD.cut()
         if cut is None or self not in cut.flushed:
@@ -82,8 +82,8 @@ class Kernel:
     def rows(self, slot: int, ids: Tensor) -> Tensor:
         """Return a copy of the rows ``ids`` (``[N]`` int64 local ids) of a slot, ``[N, columns]``.
 
-        Flushes the kernel's caches like :meth:`weight`. Inside ``with reading_in_place()``, reads cached rows from the
-        cache instead.
+        First flushes the kernel's caches like :meth:`weight`. Inside ``with reading_in_place()``, it instead reads
+        cached rows from the cache.
         """
         if _THREAD.in_place() is None:
             return take_rows(self.weight(slot), ids)
@@ -106,7 +106,7 @@ class Kernel:
 
 
 class _ViewedTensor(NamedTuple):
-    """Tensor ``owner[name]`` of a module. Views share its memory; ``address`` is the address of its first item."""
+    """Tensor ``owner[name]`` of a module. Views share its memory, whose first element is at ``address``."""
 
     owner: Mapping[str, Tensor | None]
     name: str
@@ -115,7 +115,7 @@ class _ViewedTensor(NamedTuple):
 
 
 class _KeptViews:
-    """Cached views of a module's tensors by slot, created again if one of these tensors was replaced or moved."""
+    """Cached views of a module's tensors by slot. They are created again if a tensor was replaced or moved."""
 
     def __init__(self, module: Any, split: Callable[[], _Views]) -> None:  # noqa: ANN401  a torchrec class
         self._module = module
@@ -161,7 +161,7 @@ def _viewed_tensors(module: Any, views: list[Tensor]) -> list[_ViewedTensor] | N
 
 @dataclass(eq=False)
 class _Statement:
-    """One ``with`` statement of this module, and the kernels that were flushed inside it."""
+    """Active ``with one_cut()`` or ``with reading_in_place()``, and the kernels that were flushed inside it."""
 
     flushed: set[Kernel] = field(default_factory=set)
 
@@ -172,7 +172,7 @@ _ENDED = ref(_Statement())
 class _Thread(threading.local):
     """State of the ``with`` statements of this module that are active in this thread.
 
-    Only the frame that runs a statement holds a strong reference to it, so that an interruption ends the statement.
+    Only the frame that runs a statement has a strong reference to it. Therefore an interruption ends the statement.
 
     Attributes:
         cut: the active ``with one_cut()``.
@@ -192,9 +192,9 @@ _NESTED = nullcontext()
 def one_cut() -> AbstractContextManager[None]:
     """Return a context manager in which reads by this thread flush the caches of each kernel at most once.
 
-    This thread must not train inside the ``with`` statement: later reads would miss rows that training writes to a
-    cache. Rows that other threads write meanwhile are returned by the next read of changes. The call has no effect
-    inside another ``with one_cut()`` or ``with reading_in_place()``.
+    This thread must not train inside the ``with`` statement, because later reads would miss rows that training writes
+    to a cache. If another thread writes rows during the statement, the next read of changes returns these rows. The
+    call has no effect inside another ``with one_cut()`` or ``with reading_in_place()``.
     """
     if _THREAD.cut() is None and _THREAD.in_place() is None:
         return _active("cut")
@@ -202,7 +202,7 @@ def one_cut() -> AbstractContextManager[None]:
 
 
 def reading_in_place() -> AbstractContextManager[None]:
-    """Return a context manager in which :meth:`Kernel.rows` does not flush caches. Hooks use it in each batch."""
+    """Return a context manager in which :meth:`Kernel.rows` does not flush caches. Hooks enter it in each batch."""
     return _active("in_place")
 
 

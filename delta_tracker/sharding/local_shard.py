@@ -1,4 +1,4 @@
-"""This rank's shard of a table, and the interface of the modules that hold shards."""
+"""This rank's shard of a table, and the interface of the objects that contain shards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from delta_tracker.types import ShardSpec
 
 
 class ShardHolder(Protocol):
-    """Interface to a module that holds this rank's shards of one or more tables, each in a numbered slot.
+    """Interface to a module that contains this rank's shards of one or more tables, each in a numbered slot.
 
     :class:`~delta_tracker.sharding.kernel_memory.Kernel` and
     :class:`~delta_tracker.sharding.plain_tables.PlainTable` implement it.
@@ -19,14 +19,14 @@ class ShardHolder(Protocol):
 
     @property
     def module(self) -> Any:  # noqa: ANN401  classes of torch and torchrec
-        """Module of torch or TorchRec that holds the weights."""
+        """Module of torch or TorchRec that contains the weights."""
 
     @property
     def is_fused(self) -> bool:
         """True if a fused optimizer updates the rows in the backward pass of a lookup."""
 
     def weight(self, slot: int) -> Tensor:
-        """Return a view of the weights of a slot, ``[rows, columns]``. Flushes caches first."""
+        """Return a view of the weights of a slot, ``[rows, columns]``. First flushes the caches."""
 
     def memory(self, slot: int) -> Tensor | None:
         """Return a view of a slot's weights without flushing caches; None if the slot has no weights. Thread-safe."""
@@ -35,7 +35,7 @@ class ShardHolder(Protocol):
         """Return a copy of the rows ``ids`` (``[N]`` int64 local ids) of a slot, ``[N, columns]``."""
 
     def optimizer_states(self, slot: int) -> list[Tensor]:
-        """Return a view of each state that a fused optimizer keeps for a slot's rows; empty if there are no states."""
+        """Return a view of each state that a fused optimizer keeps for a slot's rows. The list may be empty."""
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return a ``(mapping, key)`` pair for each weight tensor; ``mapping[key]`` is the tensor."""
@@ -43,16 +43,15 @@ class ShardHolder(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
-    """Shard of one table on this rank, and the modules that hold it.
+    """Shard of one table on this rank, and the modules that contain it.
 
     Args:
         spec: rows and column ranges of the table on this rank.
         holders: module and slot of each column range of ``spec``, in order; empty if the rank has no rows of the table.
         device: device of the shard; the CPU if the rank has no rows of the table.
-        is_fused: True if training updates the rows only inside backward passes; the same on every rank.
+        is_fused: True if training updates the rows only inside backward passes. It is the same on every rank.
         num_replicas: number of replicas of the shard in 2D parallelism (``DMPCollection``), otherwise 1.
-        is_stepped: True if the gradients are sparse. Hooks on the steps of optimizers then report the rows that are
-            written.
+        is_stepped: True if the gradients are sparse. Hooks on optimizer steps then report the rows that are written.
     """
 
     spec: ShardSpec
@@ -64,7 +63,7 @@ class LocalShard:
 
     @property
     def is_compared(self) -> bool:
-        """True if changed rows are found by comparison with a copy instead of being reported by hooks."""
+        """True if changed rows are found by comparing the shard with a copy. False if hooks report them."""
         return not (self.is_fused or self.is_stepped)
 
     @property

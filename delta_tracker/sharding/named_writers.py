@@ -1,8 +1,8 @@
 """Count calls of functions in other packages that write weights through ``.data``, which increments no version counter.
 
-The functions are listed by name and wrapped once their module is imported. The weights that a call writes are unknown,
-so :class:`~delta_tracker.sharding.weights.WriteWatch` reports a write to every table after each call. This module does
-not import the packages.
+:data:`NAMED_WRITERS` lists the functions. Each of them is wrapped when its module is imported. The weights that a call
+writes are unknown. Therefore :class:`~delta_tracker.sharding.weights.WriteWatch` reports a write to every table after
+each call. This module does not import the packages.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Read the state of fused optimizers: the states of each row, and the scalars of each kernel.
+"""Read the state of fused optimizers, which consists of states for each row and scalars for each kernel.
 
 Notation: ``R`` is the number of rows of a shard.
 
 The scalars of a kernel are the numbers that training or the user changes: the iteration counters, the learning rate and
 the other hyperparameters. ``iter`` is saved in checkpoints. The kernel computes with ``iter_cpu``, which also counts
-evaluations and is set from ``iter`` only while ``iter_cpu`` is 0. The learning rate exists twice: the optimizer object
-of a kernel overwrites the kernel's learning rate with its own at each ``zero_grad`` and ``step``.
+evaluations and is set from ``iter`` only while ``iter_cpu`` is 0. The kernel and its optimizer object each have a
+learning rate. Each ``zero_grad`` and ``step`` copies the optimizer object's learning rate to the kernel.
 
 Adam, LAMB, LARS and partial row-wise Adam exist on CUDA only, where this module has not been tested.
 """
@@ -33,7 +33,7 @@ def table_states(shard: LocalShard) -> TableStates | None:
     """Return a description of the states that a fused optimizer keeps for the rows of a shard.
 
     Returns:
-        Name, dtype and shape of each state: ``momentum1`` and ``momentum2``, or no state for SGD. The result is None if
+        Name, dtype and shape of each state. The names are ``momentum1`` and ``momentum2``. SGD has no states. None if
         the optimizer is not fused or the rank has no rows of the table.
 
     Raises:
@@ -57,11 +57,11 @@ class StateWatch:
     """Detector of in-place writes to optimizer states, based on the version counters of their tensors.
 
     In-place operators of torch increment the counter, for example when an optimizer's state is loaded. The fused
-    backward pass does not increment it. The tables of a kernel share one counter: a write to one table is reported for
-    all of them.
+    backward pass does not increment it. All tables of a kernel share one counter. Therefore a write to one table is
+    reported for all tables of the kernel.
 
     Args:
-        shards: function that returns the current shards by table FQN. Resharding a table changes its result.
+        shards: function that returns the current shards by table FQN. After a reshard, it returns new shards.
     """
 
     def __init__(self, shards: Callable[[], Mapping[str, LocalShard]]) -> None:
@@ -71,8 +71,8 @@ class StateWatch:
     def written(self) -> Iterator[str]:
         """Yield the FQNs of the tables whose states were written or replaced since the previous call.
 
-        The first call reports writes since this object was created. Tables without states on this rank are omitted. If
-        the caller raises before it requests the next FQN, the next call yields the same FQN again.
+        The first call reports writes since this object was created. Tables that have no states on this rank are left
+        out. If the caller raises an error before it requests the next FQN, the next call yields the same FQN again.
         """
         for fqn, versions in self._versions().items():
             if versions and versions != self._held.get(fqn):
@@ -91,12 +91,12 @@ class StateWatch:
 
 
 def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int | float | Tensor]]:
-    """Return the counters and hyperparameters (scalars) of the optimizer of each fused table on this rank, by FQN.
+    """Return the scalars (counters and hyperparameters) of the optimizer of each fused table on this rank, by FQN.
 
     The scalars of a table are ``iter``, ``iter_cpu``, ``lr`` (learning rate of the kernel), ``group_lr`` (learning rate
     of the optimizer object), ``eps``, ``beta1``, ``beta2`` and ``weight_decay``. On a GPU, ``iter`` is a 0-dimensional
-    tensor that shares the kernel's memory; this function does not wait for the device. Raises InvalidArgumentError if
-    the column ranges of a table are in several kernels with different scalars.
+    tensor that shares the kernel's memory. This function does not wait for the device. Raises InvalidArgumentError if
+    the column ranges of a table are in several kernels that have different scalars.
     """
     numbers: dict[int, dict[str, int | float | Tensor]] = {}  # by id() of the kernel
     found: dict[str, dict[str, int | float | Tensor]] = {}
@@ -134,9 +134,10 @@ def write_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
 
 
 def unfused_storages(shard: LocalShard) -> set[int]:
-    """Return the storage addresses of a shard's weights; empty if the shard is fused, frozen or has no rows.
+    """Return the storage addresses of a shard's weights. Use them to find the optimizers that update the shard.
 
-    An optimizer updates the shard if the storage of one of the optimizer's parameters has one of these addresses.
+    An optimizer updates the shard if the storage of one of the optimizer's parameters has one of these addresses. The
+    set is empty if the shard is fused or frozen, or if it has no rows.
     """
     return {
         kernel.weight(slot).untyped_storage().data_ptr()
@@ -146,7 +147,7 @@ def unfused_storages(shard: LocalShard) -> set[int]:
 
 
 def _fused(shards: Mapping[str, LocalShard]) -> Iterator[tuple[str, ShardHolder]]:
-    """Yield the FQN and the kernel of each column range of the tables whose kernel is fused."""
+    """Yield the table FQN and the kernel of each column range in a fused kernel."""
     for fqn, shard in shards.items():
         yield from ((fqn, kernel) for kernel, _ in shard.holders if kernel.is_fused)
 

@@ -1,7 +1,8 @@
 """Compatibility of FBGEMM releases with torch releases.
 
-FBGEMM's libraries are compiled for one minor release of torch, which its wheels do not declare. With another release of
-torch, importing FBGEMM fails with an ``OSError`` or an undefined symbol. The message names neither package.
+FBGEMM's libraries are compiled for one minor release of torch, but its wheels do not declare this dependency. With
+another release of torch, importing FBGEMM fails with an ``OSError`` or an undefined symbol. The error message does not
+name the two packages.
 """
 
 import re
@@ -28,10 +29,10 @@ _MINOR = re.compile(r"(\d+\.\d+)\b")
 
 
 def check_pair() -> None:
-    """Check that the installed FBGEMM, if any, was built for the installed torch. Takes about a millisecond.
+    """Check that the installed FBGEMM was built for the installed torch. The check takes about a millisecond.
 
-    Imports neither package. Accepts releases that are not in :data:`FBGEMM_OF_TORCH`. Raises MissingExtraError if
-    FBGEMM was built for another release of torch, or for CUDA although torch is a CPU build.
+    It imports neither package. It passes if FBGEMM is not installed, or if :data:`FBGEMM_OF_TORCH` does not list the
+    release. Raises MissingExtraError if FBGEMM was built for another release of torch, or for CUDA with a CPU torch.
     """
     torch, cuda, cpu = _installed("torch"), _installed(_CUDA), _installed(_CPU)
     wanted = FBGEMM_OF_TORCH.get(_minor(torch))
@@ -47,7 +48,7 @@ def check_pair() -> None:
 
 
 def _installed(package: str) -> str:
-    """Return the version of an installed package; empty if it is not installed."""
+    """Return the version of a package; empty if the package is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,10 +1,10 @@
-"""Find the tables of a model without TorchRec's sharding: the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules.
+"""Find the tables of a model that TorchRec has not sharded. They are ``nn.Embedding`` and ``nn.EmbeddingBag`` modules.
 
-The unsharded collections of TorchRec contain such modules. A table with dense gradients is compared with a copy, which
+TorchRec's unsharded collections contain such modules. A table with dense gradients is compared with a copy, which
 is exact for every optimizer. A table with sparse gradients needs no copy: :mod:`delta_tracker.sharding.step_hook`
 reports the rows that an optimizer writes.
 
-In a process group, every rank must hold the same rows. Only ``DistributedDataParallel`` ensures this.
+In a process group, all ranks must have the same rows. Only ``DistributedDataParallel`` ensures this.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,12 +32,12 @@ _META_REMEDY = (
 
 
 class PlainTable:
-    """Unsharded table, held by one ``nn.Embedding`` or ``nn.EmbeddingBag``. Its only slot is 0.
+    """Unsharded table of one ``nn.Embedding`` or ``nn.EmbeddingBag`` module. Its only slot is 0.
 
     Args:
         fqn: FQN of the table.
-        module: module that holds the table.
-        path: the modules from the model to the parent of ``module``, each with the key of its child on this path.
+        module: module that contains the table.
+        path: pairs of a module and a child name that lead from the model to ``module``.
     """
 
     is_fused = False
@@ -53,8 +53,8 @@ class PlainTable:
     def check(self) -> None:
         """Raise UnsupportedModelError if the table can no longer be tracked.
 
-        This is the case if its module is no longer in the model, if the shape, dtype, device or class of its weight has
-        changed, or if ``fully_shard`` manages the weight.
+        It cannot be tracked if its module was removed from the model, if the shape, dtype, device or class of its
+        weight has changed, or if ``fully_shard`` manages the weight.
         """
         weight: Tensor | None = self.module._parameters.get("weight")  # noqa: SLF001
         now = "missing" if weight is None else _kind(weight)
@@ -84,7 +84,7 @@ class PlainTable:
         return take_rows(self.weight(slot), ids)
 
     def optimizer_states(self, slot: int) -> list[Tensor]:  # noqa: ARG002
-        """Return an empty list: the optimizer is not fused and keeps its states itself."""
+        """Return an empty list, because the optimizer is not fused."""
         return []
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
@@ -93,7 +93,7 @@ class PlainTable:
 
 
 def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec: Torchrec) -> dict[str, LocalShard]:
-    """Return a shard with all rows of the table for each of the embedding ``modules``, by FQN.
+    """Return a shard for each of the embedding ``modules``, by FQN. A shard contains all rows of the table.
 
     Raises:
         UnsupportedModelError: if the model itself is an embedding module, so that the table has no name, or if the
@@ -123,14 +123,14 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
 
 
 def _path(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules on the path from ``model`` to its submodule ``name``, each with the key of its child there."""
+    """Yield pairs of a module and a child name that lead from ``model`` to its submodule ``name``."""
     for key in name.split("."):
         yield model, key
         model = model.get_submodule(key)
 
 
 def _kind(weight: Tensor) -> str:
-    """Describe the shape, dtype, device and class of a weight as text."""
+    """Return a text that describes the shape, dtype, device and class of a weight."""
     kind = "" if type(weight) is nn.Parameter else f", a {type(weight).__name__}"
     return f"{tuple(weight.shape)} {str(weight.dtype).removeprefix('torch.')} on {weight.device}{kind}"
 

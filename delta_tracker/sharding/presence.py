@@ -1,4 +1,4 @@
-"""Detect TorchRec modules by the packages that define their classes, without importing torchrec or fbgemm."""
+"""Detect TorchRec modules without importing torchrec or fbgemm. The checks use the module names of classes."""
 
 from torch import nn
 
@@ -15,7 +15,7 @@ def has_sharded(model: nn.Module) -> bool:
 
 
 def has_fbgemm_tables(model: nn.Module) -> bool:
-    """Return True if a module of the model was sharded or quantized by TorchRec and stores its tables in FBGEMM."""
+    """Return True if TorchRec has sharded or quantized a module of the model. FBGEMM then stores its tables."""
     return _has(model, (_SHARDED, "torchrec.quant."))
 
 

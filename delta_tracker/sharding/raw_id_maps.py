@@ -1,17 +1,17 @@
 """Mappings of raw ids in the managed-collision modules of a serving model.
 
-TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps an
-unknown id to the last row of its range. ``HashZchManagedCollisionModule`` searches rows, starting at the hash of an id.
-With ``disable_fallback=True``, lookups of an unknown id find no row. Otherwise, they read the row of another id;
-modules without ``disable_fallback=True`` are therefore rejected.
+TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps all
+unknown ids to the last row of its range. ``HashZchManagedCollisionModule`` searches rows, starting at an id's hash.
+With ``disable_fallback=True``, lookups of an unknown id find no row. Hash modules without this option are rejected,
+because such lookups may read the row of another id.
 
-A trainer on several ranks has a default row on each rank. In a module that holds the rows of several ranks, ``remap``
-is replaced by a function that finds the default row by the trainer's buckets.
+A trainer on several ranks has a default row on each rank. If a serving module contains the rows of several ranks, its
+``remap`` is replaced by a function that uses the trainer's buckets to find the default row.
 
 Lookups in an unsharded hash module must have exactly one id per sample: TorchRec applies a mask of ids to the lengths.
 
 Hash modules train on CUDA only. Their mapping was tested with raw ids that a test wrote, in evaluation mode on the CPU.
-This module has not been tested on a GPU.
+This file has not been tested on a GPU.
 """
 
 import copy
@@ -40,7 +40,7 @@ _HOLDERS = ("embeddings", "embedding_bags")
 def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
     """Return the mappings of raw ids to rows in a model's managed-collision modules, by the FQN of the table.
 
-    Scripted modules and modules traced by ``torch.fx`` are not found.
+    Does not find modules that were scripted, or traced with ``torch.fx``.
     """
     torchrec = Torchrec()
     modules = walk_names(model, torchrec) if has_fbgemm_tables(model) else _plain_modules(model)
@@ -71,7 +71,7 @@ def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _collision_modules(collection: Any) -> Iterator[tuple[str, nn.Module, int]]:  # noqa: ANN401  torchrec's
-    """Yield the table name, module, and number of shards in this process for each module of a collection."""
+    """Yield the table name, the module, and the number of shards in this process for each module of a collection."""
     ranks = getattr(collection, "_managed_collision_modules_per_rank", None)
     for modules in [collection._managed_collision_modules] if ranks is None else ranks:  # noqa: SLF001
         for table, module in modules.items():
@@ -79,7 +79,7 @@ def _collision_modules(collection: Any) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 class _Routed:
-    """Replacement for ``MCHManagedCollisionModule.remap`` that finds the default row of an unknown id by its bucket."""
+    """Replacement for ``MCHManagedCollisionModule.remap``. The bucket of an unknown id determines its default row."""
 
     def __init__(self, owners: "MchMap", identity: Identity) -> None:
         self.identity = identity
@@ -125,7 +125,7 @@ class _ModuleMap(RawIdMap):
         self.rows = rows
 
     def refusal(self, identity: Identity) -> str:
-        """Return the reason if the module cannot serve the buckets of a stream, otherwise an empty string."""
+        """Return the reason why the module cannot serve a stream with the buckets ``identity``, or an empty string."""
         kind = type(self._module).__name__
         if self._module.training:
             return f"mapped by a {kind} in training mode, which admits raw ids itself: call model.eval()"
@@ -137,7 +137,7 @@ class _ModuleMap(RawIdMap):
 
 
 class MchMap(_ModuleMap, SortedMap):
-    """Mapping of raw ids to rows in an ``MCHManagedCollisionModule`` that is unsharded or one shard of a table."""
+    """Mapping of raw ids to rows in an ``MCHManagedCollisionModule``, which is unsharded or one shard of a table."""
 
     def __init__(self, module: MCHManagedCollisionModule, num_shards: int) -> None:
         super().__init__(module, num_shards, _rows(module))
@@ -149,7 +149,7 @@ class MchMap(_ModuleMap, SortedMap):
         return Identity(0, (Bucket((0, end), end - 1),)) if routed is None else routed.identity
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the module's buffers: the raw ids in ascending order, and the global row id of each."""
+        """Return two buffers of the module: the raw ids in ascending order, and the global row ids that they map to."""
         return self._module._mch_sorted_raw_ids, self._module._mch_remapped_ids_mapping  # noqa: SLF001
 
     def _refusals(self, identity: Identity, kind: str) -> Iterator[str]:
@@ -177,7 +177,7 @@ class MchMap(_ModuleMap, SortedMap):
         return routed is None if self._is_own_default(identity) else routed is not None and routed.identity == identity
 
     def set_identity(self, identity: Identity) -> None:
-        """Route unknown raw ids to the default rows of the buckets of ``identity``."""
+        """Map each unknown raw id to the default row of its bucket in ``identity``."""
         if self.routes_by(identity):
             return
         self.reroute(identity)
@@ -189,7 +189,7 @@ class MchMap(_ModuleMap, SortedMap):
         return self._module.__dict__.get("remap")
 
     def _is_own_default(self, identity: Identity) -> bool:
-        """Return True if the module's own default row is the default row of all raw ids that the module receives."""
+        """Return True if all raw ids that the module receives have the module's own default row as default row."""
         first, end = self.rows
         held = [bucket for bucket in identity.buckets if first < bucket.rows[1] and bucket.rows[0] < end]
         return [bucket.default for bucket in held] == [end - 1]
@@ -222,11 +222,11 @@ class HashMap(_ModuleMap):
             yield f"mapped by a {kind} with input_hash_size={module._input_hash_size} instead of {identity.hash_size}"  # noqa: SLF001
 
     def routes_by(self, identity: Identity) -> bool:  # noqa: ARG002
-        """Return True: this module has no default rows, so unknown raw ids need no routing."""
+        """Return True, because this module has no default rows."""
         return True
 
     def set_identity(self, identity: Identity) -> None:
-        """Do nothing: :meth:`refusal` rejects a stream with different buckets."""
+        """Do nothing, because :meth:`refusal` rejects a stream that has different buckets."""
 
     def owners(self) -> Tensor:
         """Return the raw id of each row, ``[R]`` int64 on the CPU; ``NO_OWNER`` for a row without a raw id."""
@@ -249,7 +249,7 @@ class HashMap(_ModuleMap):
         return slots[indices]
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:
-        """Return the reason if lookups of ``owners`` would not find the rows ``slots``, otherwise an empty string."""
+        """Return the reason why lookups of ``owners`` would not find the rows ``slots``, or an empty string."""
         if bool((owners == _EMPTY).any()):
             return f"mapped by a {type(self._module).__name__}, which reserves the raw id {_EMPTY} of a row"
         hash_size, num_buckets = self._module._input_hash_size, len(self._module._output_segments) - 1  # noqa: SLF001

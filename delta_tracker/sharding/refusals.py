@@ -1,8 +1,8 @@
 """Reject models that write rows without calling the tracker's hooks, or whose training state cannot be published.
 
-Hooks report evictions, ``load_state_dict`` and the backward passes of lookups. This module rejects modules and
-optimizers that write other rows of fused tables, or write at other times. Tables without a fused optimizer are compared
-with a copy, which detects all writes.
+Hooks report evictions, ``load_state_dict`` and the backward passes of lookups. This file rejects modules and optimizers
+that write other rows of fused tables, or write at other times. Tables without a fused optimizer are compared with a
+copy, which detects all writes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,8 +42,8 @@ _STATELESS_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
     """Raise UnsupportedModelError if rows of a tracked table may be written without calling a hook.
 
-    This rejects unknown fused optimizers, fused optimizers that write rows outside the backward pass, pruning of fused
-    tables, tables whose memory is stashed, and a ``DMPCollection`` whose writes cannot be reported.
+    This function rejects unknown fused optimizers, fused optimizers that write rows outside the backward pass, pruning
+    of fused tables, tables whose memory is stashed, and a ``DMPCollection`` whose writes cannot be reported.
     """
     if not found.modules:  # tables of plain modules
         return
@@ -122,7 +122,7 @@ def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> N
 
 
 def _refuse_optimizers(found: Discovery) -> None:
-    """Reject fused optimizers missing from ``_OPTIMIZERS``, and weight decays missing from ``_WEIGHT_DECAYS``."""
+    """Reject fused optimizers that are not in ``_OPTIMIZERS``, and weight decays that are not in ``_WEIGHT_DECAYS``."""
     strange: dict[str, list[str]] = {}
     for each in _fused_optimizers(found):
         if each.name not in _OPTIMIZERS or each.decay not in _WEIGHT_DECAYS:
@@ -138,9 +138,9 @@ def _refuse_optimizers(found: Discovery) -> None:
 def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) -> None:
     """Raise UnsupportedModelError if a version of a stream cannot contain the whole training state of the model.
 
-    This rejects skipped tables, replicas in a ``DMPCollection``, fused optimizers with counters per row or a global
-    weight decay, and managed-collision modules in ``collisions`` (by FQN) that are not an
-    ``MCHManagedCollisionModule`` or have a custom eviction policy.
+    This function rejects skipped tables, replicas in a ``DMPCollection``, and fused optimizers that have counters per
+    row or a global weight decay. It also rejects managed-collision modules in ``collisions`` (by FQN) that have another
+    class than ``MCHManagedCollisionModule`` or a custom eviction policy.
     """
     obstacles = {fqn: reason for fqn, module in collisions.items() if (reason := collision_obstacle(module))}
     obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
@@ -163,7 +163,7 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
 
 
 class _Optimizer(NamedTuple):
-    """Fused optimizer of ``tables``, named as in FBGEMM. ``tbe`` is the module of a kernel with this optimizer."""
+    """Fused optimizer of ``tables``. ``name`` is its name in FBGEMM, ``tbe`` the module of a kernel that uses it."""
 
     name: str
     decay: str

@@ -1,17 +1,17 @@
-"""Hook for 2D parallelism: reports the rows that ``DMPCollection.sync`` changes.
+"""Hook that reports the rows that ``DMPCollection.sync`` changes in 2D parallelism.
 
-In 2D parallelism, each of several groups of ranks trains its own replica of the tables, and ``sync`` averages the
-replicas of each shard in place, without autograd. TorchRec provides no hook for ``sync``, so the method of a
-``DMPCollection`` is wrapped, once for all trackers.
+In 2D parallelism, each of several groups of ranks trains its own replica of the tables. ``sync`` averages the replicas
+of each shard in place, without autograd. TorchRec provides no hook for ``sync``. Therefore, the method of a
+``DMPCollection`` is wrapped once for all trackers.
 
-A row that no replica changed since the last ``sync`` is equal on all replicas. The average of equal values has the same
-bits for 2 and 4 replicas, in every order of additions. For 3 and for 5 or more replicas, rounding of the partial sums
-may change the average: for 8 replicas that are added one after the other, it changes 47 % of random values. Therefore,
-if a shard has 2 or 4 replicas, their ranks exchange masks of the changed rows; otherwise, all rows count as changed.
-All rows also count as changed at the first ``sync``, before which the replicas may differ, and if a user's function or
-a relay replaces the averaging.
+A row that no replica changed since the last ``sync`` is equal on all replicas. For 2 and 4 replicas, the average of
+equal values has the same bits as the values, in every order of additions. For 3 and for 5 or more replicas, rounding of
+the partial sums may change the average. For example, it changes 47 % of random values if 8 replicas are added one after
+the other. Therefore, the ranks exchange masks of the changed rows only if a shard has 2 or 4 replicas. Otherwise, all
+rows count as changed. All rows also count as changed at the first ``sync``, because the replicas may differ before it,
+and if a user's function or a relay replaces the averaging.
 
-The ranks exchange one byte for each row of a shard in an all-reduce, whatever the number of changed rows. For 64
+The exchange is an all-reduce of one byte for each row of a shard, regardless of the number of changed rows. For 64
 float32 columns, this is 0.4 % of the weights that ``sync`` averages.
 """
 
@@ -35,14 +35,14 @@ _CHUNK_ROWS = 1 << 15
 
 
 class ReplicaGroup:
-    """Tables that ``sync`` averages over one process group, whose ranks exchange masks of the changed rows.
+    """Tables that ``sync`` averages over one process group. The ranks of the group exchange masks of the changed rows.
 
-    The buffer of the exchange takes one byte per row. It is allocated once, so that a rank that has run out of
+    The buffer of the exchange takes one byte per row. It is allocated only once. Therefore, a rank that has run out of
     memory can still take part in the exchange.
 
     Args:
-        ranks: process group whose ranks hold the replicas.
-        shards: FQN to shard, in the same order on all ranks of the group; at least one, and all on the same device.
+        ranks: process group whose ranks have the replicas.
+        shards: one or more shards by FQN, in the same order on all ranks of the group, and all on the same device.
 
     Attributes:
         is_exchanged: True if the ranks exchange masks of changed rows; False if there is one replica, or if averaging
@@ -84,9 +84,9 @@ class ReplicaGroup:
         self._marks.fill_(1)
 
     def exchange(self) -> dict[str, Tensor | None]:
-        """Return the union of the changed rows of all ranks, ``[N]`` ascending local ids by FQN; None for all rows.
+        """Return the rows that changed on any rank, ``[N]`` ascending local ids by FQN; None for all rows.
 
-        This is a collective. It waits for the device.
+        This is a collective operation. It waits for the device.
         """
         dist.all_reduce(self._marks, dist.ReduceOp.MAX, self.ranks)
         is_whole, *marks = torch.split(self._marks, self._sizes)
@@ -99,9 +99,9 @@ class ReplicaGroup:
 class SyncHook(Watcher):
     """Hook that reports the rows that one ``DMPCollection`` averages.
 
-    At each ``sync``, the hook runs a collective and waits for the device. All ranks that hold replicas of a shard must
-    therefore attach the same trackers in the same order. Each attach or detach must follow the same call of ``sync`` on
-    all of these ranks.
+    At each ``sync``, the hook runs a collective operation and waits for the device. All ranks that have replicas of a
+    shard must therefore attach the same trackers in the same order, and attach or detach each tracker after the same
+    number of ``sync`` calls.
 
     Args:
         dmp: the ``DMPCollection``.
@@ -121,10 +121,10 @@ class SyncHook(Watcher):
         self._removals.append(WrappedMethod.add(self.before, dmp, "sync"))
 
     def before(self, include_optimizer_state: bool = True) -> Callable[[bool], object]:  # noqa: FBT001, FBT002
-        """Report the rows that are about to be averaged, and return a function to call after the ``sync``.
+        """Report the rows that ``sync`` is about to average. Return a function to call after the ``sync``.
 
-        This is a collective over each process group of the tables. ``include_optimizer_state`` is the argument of
-        ``sync``. Pass True to the returned function if the ``sync`` succeeded, otherwise False.
+        This is a collective operation over each process group of the tables. ``include_optimizer_state`` is the
+        argument of ``sync``. Pass True to the returned function if the ``sync`` succeeded, otherwise False.
         """
         key, includes_states = next(self._keys), bool(include_optimizer_state)
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
@@ -171,7 +171,7 @@ class SyncHook(Watcher):
         return True
 
     def _capture_whole(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Mark all rows of each table that ``ids`` maps to None. Their current states become their old states."""
+        """Mark all rows of each table that ``ids`` maps to None. Save the current states as old states."""
         with one_cut():
             for group in self._groups:
                 for fqn, shard in group.shards.items():
@@ -201,11 +201,11 @@ def watch_syncs(model: nn.Module, found: Discovery, context: HookContext, *, kee
 
 
 def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> Tensor:
-    """Return the local ids of the rows that the next average changes although their replicas are equal.
+    """Return the local ids of the rows that the next ``sync`` changes although their replicas are equal.
 
     These rows have values near the limits of the dtype: a fraction of a small value may not be representable, and a sum
-    of large values may overflow. Such values are frequent in float16. Averages after the next one do not change these
-    rows. Waits for the device.
+    of large values may overflow. Such values are frequent in float16. Only the next ``sync`` changes these rows; later
+    ones do not. Waits for the device.
 
     ``shard`` must be equal on all replicas. ``ids`` are the ``[N]`` local ids to check; None for all rows.
     ``num_replicas`` is 2 or 4.
@@ -221,7 +221,7 @@ def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> T
 
 
 def _is_stable(values: Tensor, num_replicas: int) -> Tensor:
-    """Return True where the average of ``num_replicas`` equal values has the same bits as the value.
+    """Return a mask that is True where the average of ``num_replicas`` equal values has the same bits as the value.
 
     Implementations multiply by ``1 / num_replicas`` before the addition (NCCL) or after it. Both must yield the value.
     """

@@ -1,12 +1,12 @@
 """Read and write rows in the device cache of a kernel whose tables are in unified virtual memory (UVM caching).
 
 A lookup copies rows into the cache, and training updates them there. A cached row is therefore newer than the same row
-in its table, until FBGEMM evicts the row or ``flush()`` writes the whole cache back. Rows that are written to a table
-must be written to the cache too.
+in the table, until FBGEMM evicts the row or ``flush()`` copies the whole cache to the tables. Code that writes rows to
+a table must also write them to the cache.
 
 With ``PrefetchTrainPipelineSparseDist``, FBGEMM loads the rows of later batches into the cache on a separate stream,
 while other streams run. A flush first reads which row is in a slot of the cache, then copies the slot to this row. If a
-prefetch loads another row into the slot in between, the flush overwrites the first row with values of the second row.
+prefetch loads another row between these two operations, the flush writes the new row's values to the old row.
 
 Attributes of FBGEMM's module that are used here: ``lxu_cache_weights`` (``[slots, columns]``), ``lxu_cache_state``
 (``[sets, ways]``, the linear index of the row in each slot), ``total_cache_hash_size``, ``embedding_specs`` and
@@ -32,11 +32,11 @@ _NO_PREFETCHES = nullcontext()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedTable:
-    """Cached rows of one table in a kernel with a cache. The methods do not wait for the device.
+    """Access to the cached rows of one table. The methods do not wait for the device.
 
     Args:
         tbe: FBGEMM module for training or inference.
-        first: linear index of row 0 of the table; see the description of this module.
+        first: linear index of row 0 of the table, as defined in the description of this module.
     """
 
     tbe: Any
@@ -55,7 +55,7 @@ class CachedTable:
         return torch.where((found >= 0).unsqueeze(1), cached.to(rows.dtype), rows)
 
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
-        """Overwrite cached copies of rows. See ``delta_tracker.row_target.RowCopies`` for the arguments."""
+        """Overwrite the cached copies of rows. The arguments are those of ``delta_tracker.row_target.RowCopies``."""
         memory = self.tbe.lxu_cache_weights[:, slice(*columns)]
         found = self._indices(ids)
         # Selecting the cached rows would wait for the device. Instead, write one of the cached rows once more for each
@@ -85,17 +85,17 @@ def cached_table(tbe: Any, slot: int) -> CachedTable | None:  # noqa: ANN401  a 
 
 
 def _rows_and_location(spec: tuple[Any, ...]) -> tuple[int, Any]:
-    """Return the number of rows and the location in the FBGEMM spec of a table."""
+    """Return the number of rows and the memory location of a table from the table's FBGEMM spec."""
     is_inference = isinstance(spec[0], str)  # name, rows, columns, type, location; or rows, columns, location, device
     return (spec[1], spec[4]) if is_inference else (spec[0], spec[2])
 
 
 def between_prefetches(tbe: Any) -> AbstractContextManager[None]:  # noqa: ANN401  one of several classes of FBGEMM
-    """Return a context manager that orders operations on the current stream with the prefetches of a kernel.
+    """Return a context manager in which operations on the current stream do not overlap with a kernel's prefetches.
 
     At entry, the current stream waits for the prefetch stream. At exit, the prefetch stream waits for the current
-    stream. The thread does not wait. No thread may launch a prefetch inside the ``with`` statement. No-op for a kernel
-    that has not prefetched on a separate stream. This has not been tested on a GPU.
+    stream. The thread does not wait. No thread may launch a prefetch inside the ``with`` statement. Does nothing for a
+    kernel that has not prefetched on a separate stream. This function has not been tested on a GPU.
     """
     prefetches = getattr(tbe, "prefetch_stream", None)
     return _NO_PREFETCHES if prefetches is None else _between(prefetches)  # avoids the time of a generator
@@ -103,7 +103,7 @@ def between_prefetches(tbe: Any) -> AbstractContextManager[None]:  # noqa: ANN40
 
 @contextmanager
 def rounding_to_nearest(tbe: Any) -> Iterator[None]:  # noqa: ANN401  one of several classes of FBGEMM
-    """Return a context manager in which a flush draws no random number, and two flushes of a row write the same."""
+    """Return a context manager in which flushes use no random numbers. Repeated flushes then write equal values."""
     is_random = getattr(tbe, "stochastic_rounding", None)
     try:
         if is_random:

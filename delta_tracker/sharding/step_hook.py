@@ -5,14 +5,14 @@ report all writes. The sparse gradient and the optimizer determine which rows a 
 
 - ``SGD`` without momentum, ``Adagrad`` and ``SparseAdam`` write the rows of the gradient and no other rows.
 - ``SGD`` with momentum also writes the rows of its momentum buffer, which contains the rows of all earlier gradients.
-- Any other optimizer may write any row: all rows count as changed, and a warning is logged once. The same holds for a
+- Any other optimizer may write any row: all rows count as changed, and a warning is logged once. The same applies to a
   gradient that is not sparse.
 
 A ``step`` with a closure computes the gradients itself. The rows are then reported after the step, with unknown old
 states. If another hook or the closure writes to a weight or changes its gradient during a step, all rows of the table
 count as changed. Torch calls the optimizer's own hooks between the two hooks of this module. A compiled ``step`` calls
-no hook; the version counter of the weight then shows the write, and all rows count as changed. The fused optimizers of
-torch do not increment the version counter, so their parameters are also compared by address.
+no hook. The version counter of the weight then shows the write, and all rows count as changed. Torch's fused optimizers
+do not increment the version counter. Therefore, their parameters are also compared by address.
 """
 
 import logging
@@ -46,11 +46,11 @@ class _Step:
 
     Args:
         key: key of the write.
-        optimizer: weak reference to the optimizer. Its deletion ends the step.
+        optimizer: weak reference to the optimizer. The step ends if the optimizer is deleted.
         is_computed_inside: True if a closure computes the gradients inside the step.
-        rows: FQN to the ids ``[N]`` of the rows that were reported before the step; None for all rows.
+        rows: ids ``[N]`` of the rows that were reported before the step, by FQN; None for all rows.
         gradients: FQN, parameter, gradient and version counter of the gradient when ``rows`` was computed.
-        versions: FQN to the version counter of the table's weight before the step.
+        versions: version counter of each table's weight before the step, by FQN.
         may_load: True if another hook may replace the momentum before the step.
         is_counted: True if :attr:`StepHook.num_updates` includes the step.
     """
@@ -68,15 +68,16 @@ class _Step:
 class StepHook(Watcher):
     """Hook that reports the rows that ``torch.optim`` optimizers write to ``nn.Embedding`` and ``nn.EmbeddingBag``.
 
-    Steps that update only tables that are compared with a copy are counted in :attr:`num_updates`, but not reported.
+    Tables with dense gradients are compared with a copy. A step that updates only such tables is counted in
+    :attr:`num_updates`, but not reported.
 
     Args:
-        shards: mapping of FQN to shard for the tables of these modules.
-        context: listener, recorder and keys of the tracker.
+        shards: shards of the tables in these modules, by FQN.
+        context: objects that the tracker's hooks share.
 
     Attributes:
         num_updates: number of optimizer steps with a gradient for at least one table.
-        others: counter of steps that update no table but a tensor of a table's shape and dtype, such as its copy.
+        others: counter of steps that update no table, but a tensor with the shape and dtype of a table, such as a copy.
     """
 
     def __init__(self, shards: Mapping[str, LocalShard], context: HookContext) -> None:
@@ -90,15 +91,15 @@ class StepHook(Watcher):
         self._removals.append(partial(_STEPS.remove, self))
 
     def end_step(self, number: int) -> None:
-        """End the unfinished step of an optimizer, if there is one. ``number`` is the ``id()`` of the optimizer."""
+        """End the unfinished step of the optimizer whose ``id()`` is ``number``. Does nothing if there is none."""
         step = self._steps.pop(number, None)
         if step is not None:
             self._listener.end_write_later(step.key)
 
     def run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:
-        """Call ``action``. If it returns False or raises an exception, end the open step of the optimizer.
+        """Call ``action``. If it returns False or raises an exception, end the unfinished step of ``optimizer``.
 
-        After an exception, the next cut marks all rows. Only exceptions such as KeyboardInterrupt are raised again.
+        After an exception, the next cut marks all rows. An ``Exception`` is not raised again, but KeyboardInterrupt is.
         """
         try:
             if not self._contained(action, otherwise=False):
@@ -131,7 +132,7 @@ class StepHook(Watcher):
         return True
 
     def after(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Report the end of a step that :meth:`before` has reported. Called by :meth:`run` after the step."""
+        """Report the end of a step whose start :meth:`before` has reported. Called by :meth:`run` after the step."""
         step = self._steps.get(id(optimizer))
         if step is None:  # its begin was not reported
             self._listener.mark_all_later(self._tables)
@@ -170,14 +171,14 @@ class StepHook(Watcher):
         return True
 
     def after_captured(self, optimizer: torch.optim.Optimizer) -> bool:
-        """End a step that was captured in a CUDA graph, like :meth:`after`."""
+        """End a step that was captured in a CUDA graph. Called by :meth:`run` instead of :meth:`after`."""
         step = self._steps.get(id(optimizer))
         if step is None or step.rows or self._rows(optimizer, step):
             self._captured()
         return False  # ends the step
 
     def _versions(self) -> dict[str, int]:
-        """Map the FQN of each reported table to a counter that every write to the table's weight increments."""
+        """Return a counter for each reported table, by FQN. Each write to the table's weight increments the counter."""
         named = num_named_writes()
         return {fqn: self._modules[fqn].weight._version + named for fqn in self._tables}  # noqa: SLF001
 
@@ -263,16 +264,16 @@ def _weight_version(module: PlainModule) -> int | None:
 
 
 def _is_skipped(optimizer: torch.optim.Optimizer, gradient: Tensor) -> bool:
-    """Return True if the optimizer skips the gradient, as SparseAdam skips an empty gradient."""
+    """Return True if the optimizer skips the gradient. For example, SparseAdam skips an empty gradient."""
     is_sparse = gradient.layout == torch.sparse_coo
     return type(optimizer) is torch.optim.SparseAdam and is_sparse and not gradient._values().numel()  # noqa: SLF001
 
 
 class _Steps:
-    """Registry of the step hooks of all trackers, called by one pair of torch hooks that is never removed.
+    """Registry of the step hooks of all trackers. One pair of torch hooks calls them and is never removed.
 
     torch iterates over its dictionary of hooks during each step of an optimizer. The garbage collector may delete a
-    tracker in the middle of a step, and removing a torch hook there would raise an error in the step.
+    tracker during a step. If this removed a torch hook, the step would raise an error.
     """
 
     def __init__(self) -> None:
@@ -310,7 +311,7 @@ _STEPS = _Steps()
 
 
 def _deleted(hook: ref[StepHook], number: int, _: object) -> None:
-    """End the step of an optimizer that was deleted after its step had raised an error. Lock-free and thread-safe."""
+    """End the unfinished step of a deleted optimizer. The step had raised an error. Lock-free and thread-safe."""
     held = hook()
     if held is not None:
         held.end_step(number)

@@ -1,6 +1,6 @@
 """Import classes of torchrec when they are first needed, and read properties of sharding plans.
 
-The names below exist in torchrec 1.3.0 to 1.9.2, which `make test-matrix` checks. Handle differences between versions
+The names below exist in torchrec 1.3.0 to 1.9.2. `make test-matrix` checks this. Handle differences between versions
 in this file.
 """
 
@@ -21,7 +21,7 @@ from delta_tracker.errors import MissingExtraError
 
 
 def _classes(module: str, *names: str) -> Any:  # noqa: ANN401  the field has its own type
-    """Return a dataclass field for classes of a module. Its default is empty if the module is not imported yet."""
+    """Return a dataclass field for classes of a module. The default is empty if the module is not imported yet."""
     return field(default_factory=partial(_imported, module, *names))
 
 
@@ -56,21 +56,21 @@ def _wrappers() -> dict[type[nn.Module], str]:
 class Torchrec:
     """Classes of torch and torchrec whose instances are searched for in a model.
 
-    Classes in modules that are not imported are left out, since no model can contain them.
+    Classes in modules that are not imported are left out, because no model can contain them.
 
     Args:
-        collections: class of a sharded collection to the name of the attribute that holds its tables. Subclasses match.
-        wrappers: class of a wrapper module to the name of the attribute that holds the wrapped module. FQNs omit it.
+        collections: name of the attribute that contains the tables, by class of sharded collection. Subclasses match.
+        wrappers: name of the attribute that contains the wrapped module, by class of wrapper. FQNs omit this name.
         fsdp: ``FullyShardedDataParallel``.
         sharded: the base class of all sharded modules.
         towers: classes of sharded modules that exist only on the ranks of one host.
-        without_rows: classes of sharded modules that hold no embedding rows themselves.
+        without_rows: classes of sharded modules that contain no embedding rows themselves.
         sharded_tensors: classes of tensors that are split over the ranks.
         replicas: ``DMPCollection``, the wrapper of 2D parallelism.
         replica_env: the sharding environment of 2D parallelism.
         pruning: classes of the modules of in-training pruning.
-        sorted_collisions: ``MCHManagedCollisionModule``, which keeps the raw ids of its rows in ascending order.
-        hashed_collisions: ``HashZchManagedCollisionModule``, which keeps the raw id of each row.
+        sorted_collisions: ``MCHManagedCollisionModule``, which stores the raw ids of its rows in ascending order.
+        hashed_collisions: ``HashZchManagedCollisionModule``, which stores the raw id of each row.
         fused_kernels: names of the compute kernels that update rows in the backward pass.
         dense_kernels: names of the compute kernels whose rows are ordinary parameters.
     """
@@ -101,7 +101,7 @@ class Torchrec:
     dense_kernels: frozenset[str] = frozenset({"dense"})
 
     def holder(self, module: nn.Module) -> str | None:
-        """Return the name of the attribute that holds a sharded collection's tables; None for other modules."""
+        """Return the name of the attribute that contains a sharded collection's tables; None for other modules."""
         return holder_of(module, self.collections)
 
     def walk(
@@ -113,7 +113,7 @@ class Torchrec:
         of ``state_dict``.
 
         The submodules of a module are skipped if ``is_leaf`` returns True for the module. Modules in ``seen`` are
-        skipped, and visited modules are added to ``seen``. If ``seen`` is None, a module is yielded once per FQN.
+        skipped, and visited modules are added to it. If ``seen`` is None, a module is yielded once for each FQN.
         """
         if seen is not None:
             if module in seen:
@@ -131,7 +131,7 @@ class Torchrec:
 
 
 def holder_of(module: nn.Module, attributes: Mapping[type[nn.Module], str]) -> str | None:
-    """Return the attribute name of the first class that ``module`` is an instance of; None if there is none."""
+    """Return the attribute name of the first class in ``attributes`` that matches ``module``; None if none matches."""
     return next((attribute for kind, attribute in attributes.items() if isinstance(module, kind)), None)
 
 
@@ -167,7 +167,7 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
 
 
 def is_stashed(module: nn.Module, table: str) -> bool:
-    """Return True if torchrec frees the rows of a table of a collection between the forward and the backward pass."""
+    """Return True if torchrec frees the table's rows between the forward and the backward pass (memory stashing)."""
     chosen = None
     for manager in _imported("torchrec.distributed.memory_stashing", "MemoryStashingManager"):
         chosen = getattr(manager, "get_stashed_tables", lambda: None)()  # of the planner; from torchrec 1.9 on
@@ -175,7 +175,7 @@ def is_stashed(module: nn.Module, table: str) -> bool:
 
 
 def await_stashes() -> None:
-    """Wait until TorchRec has copied all optimizer states that it is moving to host memory."""
+    """Wait until TorchRec has completed all copies of optimizer states to host memory."""
     for manager in cast(Any, _imported("torchrec.distributed.memory_stashing", "MemoryStashingManager")):
         if manager.is_enabled():
             manager.thread_submit(lambda: None).result()  # the thread moves one optimizer after the other
@@ -183,7 +183,7 @@ def await_stashes() -> None:
 
 
 def tbe_of(kernel: Any) -> Any:  # noqa: ANN401  classes of torchrec and FBGEMM
-    """Return the FBGEMM module (TBE) of a kernel, unwrapped if it was compiled with ``torch.compile``."""
+    """Return the FBGEMM module (TBE) of a kernel, without the wrapper of ``torch.compile``."""
     module = kernel.emb_module
     return getattr(module, "_orig_mod", module)
 
@@ -207,7 +207,7 @@ def unwrapped(lookup: Any) -> Any:  # noqa: ANN401  a torchrec class
 
 
 def share_rows(kernel: Any, other: Any) -> bool:  # noqa: ANN401  torchrec classes
-    """Return True if two kernels share the memory of rows, as after ``DistributedModelParallel.copy(device)``."""
+    """Return True if two kernels share the memory of their rows, as after ``DistributedModelParallel.copy(device)``."""
     mine, its = (
         {
             tensor.untyped_storage().data_ptr()
@@ -244,7 +244,7 @@ def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: A
 def sync_groups(wrapper: Any) -> list[tuple[dist.ProcessGroup, list[nn.Module]]]:  # noqa: ANN401  a DMPCollection
     """Return the process groups over which ``DMPCollection.sync`` averages, each with its FBGEMM modules (TBEs).
 
-    The groups are in the order of ``sync``. The ranks of a group hold replicas of the same modules.
+    The groups are in the order in which ``sync`` averages them. All ranks of a group have replicas of the same modules.
 
     In torchrec 1.3, attributes of the wrapper describe the only group. Later versions have a list of contexts. Since
     1.5, a context lists pairs of a module and its parent.
@@ -278,7 +278,7 @@ def is_fully_sharded(module: Any) -> bool:  # noqa: ANN401  a sharded collection
 
 
 def planned_blocks(module: nn.Module, table: str) -> set[tuple[int, int, int, int]] | None:
-    """Return the ``(first row, first column, number of rows, number of columns)`` of each planned shard of a table.
+    """Return ``(first row, first column, number of rows, number of columns)`` for each planned shard of a table.
 
     Returns None if the plan does not list the shards of the table.
     """

@@ -1,4 +1,4 @@
-"""Base class and shared parts of the hooks: listener interface, wrapped methods, and uncompiled functions."""
+"""Base class of the hooks, the interface to which they report, and helpers to wrap methods and bypass compilation."""
 
 import copy
 import itertools
@@ -28,26 +28,26 @@ class HookListener(Protocol):
 
     Hooks call the methods in the thread of the lookup or write. Only the last three methods, which concern ``sync`` in
     2D parallelism, may wait for the device. Calls of :meth:`begin_write`, :meth:`end_write` and :meth:`end_write_later`
-    with the same key refer to the same write. A cut is the point up to which a read returns changes.
+    with the same key refer to the same write. A read returns the changes up to a point that is called a cut.
     """
 
     def order_lookup(self) -> None:
-        """Make the current stream wait for earlier reads, since a lookup will load rows into a cache on the device."""
+        """Make the current stream wait for earlier reads. Called before a lookup loads rows into a device cache."""
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Handle a lookup of the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
+        """Handle a lookup of the rows ``ids``, which are ``[N]`` local ids by table FQN, or None for all rows."""
 
     def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
+        """Handle the start of the write ``key`` to the rows ``ids``, see :meth:`looked_up`."""
 
     def end_write(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Handle the end of the write ``key`` to the tables that are keys of ``tables``. The values are ignored."""
+        """Handle the end of the write ``key`` to the tables that are keys of ``tables``. Its values are ignored."""
 
     def end_write_later(self, key: int) -> None:
         """Handle the end of the write ``key`` without acquiring a lock.
 
-        Hooks call this method at the end of a backward pass, even if the pass raised, and after an interrupted write.
-        The call may come from any thread or from a destructor.
+        Hooks call this method at the end of a backward pass, even after an error, and after an interrupted write. They
+        may call it in any thread or in a destructor.
         """
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
@@ -63,8 +63,8 @@ class HookListener(Protocol):
     def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
         """Mark all rows of the tables ``fqns`` as changed at the next cut, with unknown old states.
 
-        If ``key`` is the key of a write, also mark them at all cuts during the write and at the first cut afterwards.
-        If ``key`` is :data:`UNSEEN`, mark them at all later cuts.
+        If ``key`` is the key of a write, also mark them at each cut during the write and at the first cut after the
+        write. If ``key`` is :data:`UNSEEN`, mark them at all later cuts.
 
         The method must be lock-free and must not raise, allocate tensors or launch operations on a device.
         """
@@ -73,10 +73,10 @@ class HookListener(Protocol):
         """Mark all rows of each table in ``fqns`` whose weight was written in place without a report by a hook."""
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore earlier in-place writes to the tables ``fqns``. Hooks call this once they have reported the rows."""
+        """Ignore earlier in-place writes to the tables ``fqns``. Hooks call this after they have reported the rows."""
 
     def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
-        """Return the ``[N]`` local ids of the rows changed since the last :meth:`synced`, by FQN; None if unknown."""
+        """Return the local ids ``[N]`` of the rows changed since the last :meth:`synced`, by FQN; None if unknown."""
 
     def synced(self, fqns: Iterable[str]) -> None:
         """Record that a ``sync`` has made all replicas of the tables ``fqns`` equal."""
@@ -103,18 +103,18 @@ class HookContext:
 class Watcher:
     """Base class of the hooks that report lookups and writes of tables.
 
-    Hooks never raise. After an error, the next read returns all rows of the hook's tables, with unknown old states. If
-    a hook fails before a write, all reads until the end of the write or of its backward pass return all rows too, and
-    so does the first read afterwards. Marking needs no memory, lock or device operation and therefore works after any
-    error. Errors are counted, and the first one is logged. While a CUDA graph is captured, hooks launch no operation.
+    Hooks never raise an error. If a hook fails, the next read returns all rows of the hook's tables, with unknown old
+    states. If it fails before a write, the same applies to each read until the write or its backward pass ends, and to
+    the first read after that. Marking the rows works after any error, because it needs no memory, lock or device
+    operation. Errors are counted, and the first is logged. While a CUDA graph is captured, hooks launch no operation.
 
     Args:
         tables: FQNs of the tables to report.
-        context: listener, recorder and keys, which the hooks of one tracker share.
+        context: objects that the tracker's hooks share.
 
     Attributes:
         num_errors: number of errors of this hook.
-        has_unseen: True once a lookup or write was captured or compiled into a graph that calls no hook.
+        has_unseen: True after a lookup or write was captured, or was compiled into a graph that calls no hook.
     """
 
     def __init__(self, tables: Sequence[str], context: HookContext) -> None:
@@ -128,7 +128,7 @@ class Watcher:
         self.num_errors = 0
 
     def remove(self) -> None:
-        """Remove the hook. Later reports of lookups and writes in progress are dropped."""
+        """Remove the hook. Reports about lookups and writes that are still in progress are dropped."""
         for remove in self._removals:
             remove()
         self._removals.clear()  # some refer to this object
@@ -204,10 +204,10 @@ class _NoListener:
 
 
 class OtherUpdates:
-    """Counter of updates to tensors that may be copies of the tables, while the tables themselves do not change.
+    """Counter of updates to tensors that may be copies of the tables. It counts while the tables do not change.
 
     Args:
-        versions: function whose result changes with each in-place write to the tables.
+        versions: function that returns a different value after each in-place write to the tables.
     """
 
     def __init__(self, versions: Callable[[], object]) -> None:
@@ -247,8 +247,8 @@ class WrappedMethod:
         method: method to wrap.
 
     Attributes:
-        hooks: functions to call before the method, with its arguments. Each of them returns a function to call after
-            the method, with True as the argument if the method did not raise, otherwise False.
+        hooks: functions to call before the method, with the method's arguments. Each of them returns a function to call
+        after the method. Its argument is True if the method succeeded, False if it raised an error.
     """
 
     def __init__(self, method: Callable[..., None]) -> None:
@@ -288,11 +288,11 @@ class WrappedMethod:
 
 
 def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callable[..., None]:
-    """Return a function that calls ``hook`` and that ``torch.compile`` does not trace.
+    """Return a function that calls ``hook``, and that ``torch.compile`` does not trace.
 
-    The compiler breaks the graph at each call and runs the hook uncompiled. Under ``fullgraph=True``, where a graph
-    break is an error, the compiled graph does not call the hook. The compiler then calls ``omitted`` instead, once,
-    while it builds the graph.
+    The compiler breaks the graph at each call and runs the hook uncompiled. With ``fullgraph=True``, graph breaks are
+    errors. In this case, the compiled graph does not call the hook, and the compiler calls ``omitted`` once while it
+    builds the graph.
 
     Neither function may raise, and ``omitted`` must not launch operations on a device.
     """
@@ -314,7 +314,7 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
 
 
 def discard_compiled_code() -> None:
-    """Discard all compiled code of this process. Call this after adding hooks: existing code does not call them."""
+    """Discard all compiled code of this process. Call this after adding hooks, which existing code does not call."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs

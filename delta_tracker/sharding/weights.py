@@ -17,7 +17,7 @@ from delta_tracker.sharding.named_writers import num_named_writes
 
 
 def column_views(shard: LocalShard) -> list[Tensor]:
-    """Return a view ``[R, columns]`` of the weights for each column range of a shard, in order. Flushes caches first.
+    """Return a view ``[R, columns]`` of the weights for each column range of a shard, in order. First flushes caches.
 
     Training overwrites the views. The list is empty if the rank has no rows of the table. To read several shards, make
     all calls inside one ``with`` statement of :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
@@ -29,8 +29,8 @@ def column_views(shard: LocalShard) -> list[Tensor]:
 def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
     """Return a copy of some or all rows of a shard.
 
-    ``ids`` are ``[N]`` int64 local ids; None for all rows. Caches are flushed first. Inside
-    :func:`~delta_tracker.sharding.kernel_memory.reading_in_place`, cached rows are instead read from the cache.
+    ``ids`` are ``[N]`` int64 local ids; None for all rows. First flushes caches. Inside ``with``
+    :func:`~delta_tracker.sharding.kernel_memory.reading_in_place`, it instead reads cached rows from the cache.
 
     Returns:
         ``[N, D]`` in the table's dtype, with columns in the order of ``shard.spec.columns``; ``[0, 0]`` if the rank has
@@ -50,12 +50,12 @@ class WriteWatch:
     In-place operators of torch increment the counter, for example when values are copied into the tensors of a state
     dict. The following do not increment it: the fused backward pass, the reads of this module, collectives that write
     to a tensor (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack,
-    numpy or a raw pointer. The fused optimizers of ``torch.optim`` do not increment it either; hooks report their
-    steps. The tables of a kernel share one counter: a write to one table is reported for all of them. A call of a
+    numpy or a raw pointer. The fused optimizers of ``torch.optim`` do not increment it either, but hooks report their
+    steps. All tables of a kernel share one counter, so a write to one table is reported for all of them. A call of a
     function in :data:`delta_tracker.sharding.named_writers.NAMED_WRITERS` is reported for every table.
 
     Args:
-        shard: function that returns the current shard. Resharding the table changes its result.
+        shard: function that returns the current shard. After a reshard, it returns a new shard.
     """
 
     __slots__ = ("_held", "_named", "_of", "_shard")
@@ -67,7 +67,7 @@ class WriteWatch:
         self._named = num_named_writes()
 
     def __call__(self) -> bool:
-        """Return True if weights were written or replaced since the previous call (first call: since creation)."""
+        """Return True if weights were written or replaced since the previous call, or since creation of this object."""
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         named, self._named = self._named, num_named_writes()
@@ -90,10 +90,10 @@ class _Weight(NamedTuple):
         name: key of the tensor in the mapping.
         tensor: the tensor.
         version: value of its version counter.
-        address: address of the first value in a plain module, where ``weight.data`` may be replaced without a new
-            version; 0 in a kernel.
-        storage: weak reference to the storage in a plain module, since freed memory may be reused at the same address;
-            None in a kernel.
+        address: address of the first value; 0 in a kernel. In a plain module, it shows that ``weight.data`` was
+        replaced, which does not change the version.
+        storage: weak reference to the storage; None in a kernel. It shows that memory at the same address was freed and
+        used again.
     """
 
     owner: Mapping[str, Tensor | None]
