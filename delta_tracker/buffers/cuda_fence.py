@@ -33,7 +33,7 @@ class StreamFence:
         self._open: dict[int, dict[torch.device, Any]] = {}  # key of a use to its streams
 
     def guard(self, devices: Iterable[torch.device]) -> None:
-        """Set the devices on which the memory is. Devices other than CUDA are ignored."""
+        """Set the devices that contain the memory. Devices other than CUDA are ignored."""
         self._devices = tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
 
     def enter(self, key: int | None = None) -> None:
@@ -41,8 +41,8 @@ class StreamFence:
 
         Args:
             key: identifier of a use that queues work on the stream until :meth:`leave` is called with the same key.
-            Until then, uses on other streams wait for this stream. The first use after that call also waits for it.
-            None for a use that queues all its work before the next :meth:`enter`.
+                Until then, uses on other streams wait for this stream. The first use after :meth:`leave` also waits for
+                it. None for a use that queues all its work before the next :meth:`enter`.
         """
         for device in self._devices:
             stream, used = torch.cuda.current_stream(device), self._used.get(device, [])

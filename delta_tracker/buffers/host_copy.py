@@ -15,10 +15,10 @@ class HostCopy:
     memory. On other devices, :meth:`result` makes the copy. This class has not been tested on a GPU.
 
     Args:
-        source: tensor to copy. Until the copy is complete, only later work on the same stream may write to it.
+        source: tensor to copy. Until the copy is complete, only later work on the stream of the copy may write to it.
         stream: CUDA stream for the copy, usually a :func:`side_stream`; None for the current stream. The copy waits for
-        the work that is already queued on the current stream. Later work on that stream does not wait for the copy.
-        The memory of ``source`` must come from torch's caching allocator.
+            the work that is already queued on the current stream. Later work on that stream does not wait for the copy.
+            The memory of ``source`` must come from torch's caching allocator.
         into: CPU tensor with the size and dtype of ``source``, pinned if ``source`` is on CUDA; None to allocate one.
 
     Attributes:
@@ -77,7 +77,7 @@ class HostCopy:
 
 
 def side_stream(device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
-    """Return a CUDA stream on which a :class:`HostCopy` can run beside other work; None for other devices."""
+    """Return a CUDA stream for a :class:`HostCopy` that runs concurrently with other work; None for other devices."""
     if device.type != "cuda":
         return None
     # Torch returns 32 streams of each priority in turn. Training could wait for copies on those of TorchRec (0 and -1)

@@ -1,6 +1,6 @@
 """Hooks on TorchRec's collections. They report output distributions, ``load_state_dict`` and evictions.
 
-The hook on an output distribution runs after the distribution has launched its communication, which is then running.
+The hook on an output distribution runs while the communication that the distribution launched is in progress.
 
 The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` is called on a parent module or by
 ``torch.distributed.checkpoint``. :class:`~delta_tracker.sharding.weights.WriteWatch` detects in-place writes that

@@ -78,7 +78,7 @@ def collision_fault(state: Mapping[str, Any]) -> str:
 
 
 def check_collision_slots(fqn: str, module: Any, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:  # noqa: ANN401
-    """Return those of the saved slot ``ranges`` that overlap the slots of a module, in ascending order.
+    """Return the saved slot ``ranges`` that overlap the slots of a module, in ascending order.
 
     Raises RestoreMismatchError if the returned ranges do not cover exactly the slots of the module.
     """

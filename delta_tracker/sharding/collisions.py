@@ -29,7 +29,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class TensorVersions:
-    """Token that identifies the state of ``tensors``. A token is different after a tensor was replaced or written."""
+    """Token that identifies the state of ``tensors``. It changes when a tensor is replaced or written in place."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]
@@ -115,7 +115,7 @@ class HashOwners(LocalOwners):
         return not getattr(self.module, "_disable_fallback", False)
 
     def token(self) -> object | None:
-        """Return None: FBGEMM's operator may write the owners without incrementing the version of the tensor."""
+        """Return None, because FBGEMM's operator may write the owners without incrementing a version counter."""
         return None
 
     def read(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Find the dense tensors of a model. These are all parameters and persistent buffers outside sharded modules.
 
-An error names the tensors that are split over the ranks, because a version would contain only one rank's part of them.
+Tensors that are split over the ranks are rejected, because a version would contain only one rank's part of them.
 Tensors of sharded managed collisions are left out, because a stream stores the raw ids together with the rows.
 """
 
@@ -27,10 +27,10 @@ def dense_tensors(
     Args:
         model: the model whose tables are tracked.
         dense: a module, a list of modules and of tensor names (keys of the model's ``state_dict``), or a mapping of
-        names to modules. A module selects its parameters and persistent buffers outside sharded modules.
+            names to modules. A module selects its parameters and persistent buffers outside sharded modules.
         tables: FQNs of the tracked tables. Their weights are left out of the tensors that a module selects.
         skip_sharded: True to leave out tensors that are split over the ranks, and the dense tensors of embedding
-        towers. False to raise an error for them.
+            towers. False to raise an error for them.
 
     Returns:
         Mapping from name to detached tensor. Names are keys of the model's ``state_dict``. The name of a tensor in a
@@ -90,7 +90,7 @@ def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
 
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
-    """Return the sorted names of each parameter of a model on this rank, by the ``id()`` of the parameter."""
+    """Return the sorted names of each parameter of a model on this rank, keyed by the parameter's ``id()``."""
     torchrec, found = Torchrec(), dict[int, set[str]]()
     for fqn, module in walk(model, torchrec):
         is_leaf = torchrec.holder(module) is not None or has_unknown_rows(module, torchrec)

@@ -68,9 +68,9 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains tables.
-        fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude. A name is an FQN, the
-        FQN of a module that contains the excluded item, or one component of the item's FQN. A warning is logged for a
-        name that matches nothing.
+        fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude. An item is excluded
+            if a name is its FQN, the FQN of a module that contains it, or one component of its FQN. A warning is logged
+            for a name that matches nothing.
 
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.

@@ -14,7 +14,7 @@ _METHODS = ("init_torchrec_delta_tracker", "get_delta_tracker", _CREATES)
 
 
 class TorchrecPatch:
-    """Patch of ``DistributedModelParallel`` in this process. It is active until :meth:`remove` or the end of ``with``.
+    """Patch of ``DistributedModelParallel`` in this process, until :meth:`remove` or the end of a ``with`` block.
 
     While the patch is active, ``init_torchrec_delta_tracker(config)`` returns the model's tracker. If the model has
     none, it first stores the result of ``create(model, config)`` as the tracker. If several patches are active, the

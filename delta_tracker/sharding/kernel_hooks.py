@@ -3,7 +3,7 @@
 A fused optimizer writes rows when the kernel's autograd node runs in the backward pass. The node's pre-hook therefore
 runs just before the write, and its post-hook just after the write. A forward pass under ``no_grad`` creates no node,
 the node of a discarded output never runs, and a second backward pass runs both hooks again. If a backward pass raises
-between the two hooks, the autograd engine deletes the callbacks that were queued for the pass. This reports its end.
+between the two hooks, the autograd engine deletes a callback that was queued for it. The deletion ends the write.
 
 The hooks run when a CUDA graph is captured, but not when it is replayed. Once a lookup or a backward pass of a table
 has been captured, every read of changes returns all rows of the table. The same applies to lookups that are compiled
@@ -64,7 +64,7 @@ class PostLookupHook(Watcher):
         lookups: True to report every lookup, including lookups that update no row.
 
     Attributes:
-        in_flight: updates whose backward pass has not begun. It may still begin, because the lookup's graph exists.
+        in_flight: updates whose backward pass has not begun, but whose autograd graph still exists.
         num_updates: number of backward passes that have begun to update rows.
         others: counter of backward passes of copies of the kernel that have their own rows.
     """
@@ -217,7 +217,7 @@ class _Update:
     Args:
         ids: table FQN to ``[N]`` local ids; None for all rows.
         is_proven: True if the write is complete when the node ends. False if the lookup was compiled or its node is
-        unknown. In this case, the write ends with the backward pass.
+            unknown. In this case, the write ends with the backward pass.
         keys: key of the write by thread id. Several threads may run a backward pass of one graph.
         is_missed: True if a hook failed before it reported the start of the write.
         token: token whose deletion reports the end of the write; set only if the autograd engine could not store it.

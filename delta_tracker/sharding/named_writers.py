@@ -2,7 +2,7 @@
 
 :data:`NAMED_WRITERS` lists the functions. Each of them is wrapped when its module is imported. The weights that a call
 writes are unknown. Therefore :class:`~delta_tracker.sharding.weights.WriteWatch` reports a write to every table after
-each call. This module does not import the packages.
+each call. This module does not import their packages.
 """
 
 import sys

@@ -32,7 +32,7 @@ def check_pair() -> None:
     """Check that the installed FBGEMM was built for the installed torch. The check takes about a millisecond.
 
     It imports neither package. It passes if FBGEMM is not installed, or if :data:`FBGEMM_OF_TORCH` does not list the
-    release. Raises MissingExtraError if FBGEMM was built for another release of torch, or for CUDA with a CPU torch.
+    release. Raises MissingExtraError if FBGEMM was built for another torch release, or for CUDA but torch for the CPU.
     """
     torch, cuda, cpu = _installed("torch"), _installed(_CUDA), _installed(_CPU)
     wanted = FBGEMM_OF_TORCH.get(_minor(torch))

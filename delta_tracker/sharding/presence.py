@@ -1,4 +1,4 @@
-"""Detect TorchRec modules without importing torchrec or fbgemm. The checks use the module names of classes."""
+"""Detect TorchRec modules by the packages that define their classes. Does not import torchrec or fbgemm."""
 
 from torch import nn
 
@@ -15,7 +15,7 @@ def has_sharded(model: nn.Module) -> bool:
 
 
 def has_fbgemm_tables(model: nn.Module) -> bool:
-    """Return True if TorchRec has sharded or quantized a module of the model. FBGEMM then stores its tables."""
+    """Return True if TorchRec has sharded or quantized a module of the model. FBGEMM stores such tables."""
     return _has(model, (_SHARDED, "torchrec.quant."))
 
 

@@ -204,8 +204,8 @@ def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> T
     """Return the local ids of the rows that the next ``sync`` changes although their replicas are equal.
 
     These rows have values near the limits of the dtype: a fraction of a small value may not be representable, and a sum
-    of large values may overflow. Such values are frequent in float16. Only the next ``sync`` changes these rows; later
-    ones do not. Waits for the device.
+    of large values may overflow. Such values are frequent in float16. Only the next ``sync`` changes these rows. Later
+    calls do not. Waits for the device.
 
     ``shard`` must be equal on all replicas. ``ids`` are the ``[N]`` local ids to check; None for all rows.
     ``num_replicas`` is 2 or 4.

@@ -167,7 +167,7 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
 
 
 def is_stashed(module: nn.Module, table: str) -> bool:
-    """Return True if torchrec frees the table's rows between the forward and the backward pass (memory stashing)."""
+    """Return True if torchrec frees the rows of ``table`` between the forward and the backward pass (stashing)."""
     chosen = None
     for manager in _imported("torchrec.distributed.memory_stashing", "MemoryStashingManager"):
         chosen = getattr(manager, "get_stashed_tables", lambda: None)()  # of the planner; from torchrec 1.9 on

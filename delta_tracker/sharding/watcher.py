@@ -204,7 +204,7 @@ class _NoListener:
 
 
 class OtherUpdates:
-    """Counter of updates to tensors that may be copies of the tables. It counts while the tables do not change.
+    """Counter of updates to tensors that may be copies of the tables. A write to a table resets the counts.
 
     Args:
         versions: function that returns a different value after each in-place write to the tables.
@@ -248,7 +248,7 @@ class WrappedMethod:
 
     Attributes:
         hooks: functions to call before the method, with the method's arguments. Each of them returns a function to call
-        after the method. Its argument is True if the method succeeded, False if it raised an error.
+            after the method. Its argument is True if the method succeeded, False if it raised an error.
     """
 
     def __init__(self, method: Callable[..., None]) -> None:
@@ -314,7 +314,7 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
 
 
 def discard_compiled_code() -> None:
-    """Discard all compiled code of this process. Call this after adding hooks, which existing code does not call."""
+    """Discard all compiled code of this process. Call this after adding hooks, so that new code calls them."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs

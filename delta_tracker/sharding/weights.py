@@ -67,7 +67,7 @@ class WriteWatch:
         self._named = num_named_writes()
 
     def __call__(self) -> bool:
-        """Return True if weights were written or replaced since the previous call, or since creation of this object."""
+        """Return True if weights were written or replaced since the previous call or the creation of this object."""
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         named, self._named = self._named, num_named_writes()
@@ -91,9 +91,9 @@ class _Weight(NamedTuple):
         tensor: the tensor.
         version: value of its version counter.
         address: address of the first value; 0 in a kernel. In a plain module, it shows that ``weight.data`` was
-        replaced, which does not change the version.
-        storage: weak reference to the storage; None in a kernel. It shows that memory at the same address was freed and
-        used again.
+            replaced, which does not change the version.
+        storage: weak reference to the storage; None in a kernel. It shows that memory was freed and then reused at the
+            same address.
     """
 
     owner: Mapping[str, Tensor | None]

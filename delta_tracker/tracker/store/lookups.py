@@ -81,7 +81,7 @@ class DeltaStore:
             table_fqn: FQN of the table.
             ids: ``[N]`` integer ids in any order. Duplicates and negative ids are allowed.
             states: ``[N, ...]``, one state for each id; None if the update mode is NONE. All lookups of a table must
-            have the same device, dtype and shape of a state.
+                have the same device, dtype and shape of a state.
 
         Raises:
             InvalidArgumentError: if an argument is invalid. Nothing is appended in this case.

@@ -80,12 +80,12 @@ class MarkedRows:
         device: device of the shard and of all ids.
         engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
         old_states: function that takes local ids ``[N]`` and returns the current states ``[N, S]`` of these rows; None
-        to keep no states.
+            to keep no states.
 
     Attributes:
         max_device_bytes: maximum size in bytes of the closed blocks of old states on a CUDA device, see
-        :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. If they are larger, the oldest blocks are moved
-        to pinned host memory. Has no effect on other devices.
+            :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. If they are larger, the oldest blocks are
+            moved to pinned host memory. Has no effect on other devices.
         engine: class of the row sets.
         pads: True if the shard is not on the CPU. The ids of newly marked rows are then padded to a fixed size.
         keeps_states: True if old states are kept.
@@ -137,11 +137,11 @@ class MarkedRows:
 
         Args:
             ids: ``[N]`` integer local ids in any order. Duplicates are allowed unless ``states`` is given. None marks
-            all rows, with unknown old states. An id outside ``[0, R)`` counts as row 0, see
-            :class:`~delta_tracker.tracker.row_sets.row_set.RowSet`.
+                all rows, with unknown old states. An id outside ``[0, R)`` counts as row 0, see
+                :class:`~delta_tracker.tracker.row_sets.row_set.RowSet`.
             states: ``[N, S]`` states before the change; None to save the current states. Ignored if ``ids`` is None.
             is_written: True if the rows have already been written. In this case, their old states are unknown unless
-            ``states`` is given.
+                ``states`` is given.
         """
         if self.num_rows == 0 or (ids is not None and ids.numel() == 0):
             return
@@ -205,8 +205,8 @@ class MarkedRows:
 
         Args:
             start: position that has been pinned since :meth:`cut` was called for it. At other positions,
-            :meth:`compact` may have merged the segments.
-            stop: the same kind of position as ``start``, or any position from that of the last cut on.
+                :meth:`compact` may have merged the segments.
+            stop: pinned position as for ``start``, the position of the last cut, or a higher position.
             with_states: True to return a copy of the old states if they are kept.
         """
         if with_states and self.pads:
@@ -246,7 +246,7 @@ class MarkedRows:
     def found(
         self, rows: RowSet | None, segments: list[Segment], ids: Tensor | None, *, with_states: bool
     ) -> ChangedRows:
-        """Return the rows of a result of :meth:`marked`, each with its oldest state in ``segments``. Release it.
+        """Return the rows of a :meth:`marked` result with their oldest states in ``segments``. Release the result.
 
         ``rows`` and ``segments`` are the result of :meth:`marked` without ``extra``. ``ids`` is the result of
         ``rows.scan()``, or None if ``rows`` is None.

@@ -37,7 +37,7 @@ class OldStates:
     memory has the size of the states.
 
     Attributes:
-        pieces: pairs of ids ``[N]`` and old states ``[N, S]``, usually one pair for each call. No id occurs twice.
+        pieces: pairs of ids ``[N]`` and old states ``[N, S]``. Each call that saves states adds pairs. Ids are unique.
     """
 
     def __init__(self) -> None:
@@ -257,10 +257,10 @@ class StateBlock:
 class DeviceStates(OldStates):
     """Old states of a segment's marked rows, stored in blocks of device memory.
 
-    Only :meth:`merge` waits for the device, and :meth:`states` if a spill is running. The newest block may be open. Its
-    memory has room for two batches of ids and at least 1 MiB, but not for more than ``R`` rows. It is closed when the
-    next batch might not fit. A closed block is trimmed to its rows when the host has received their number: on CUDA,
-    usually after one or two batches; on other devices, at the next :func:`read_row_counts`.
+    Only :meth:`merge` waits for the device, and :meth:`states` if a spill is running. The newest block may be open. It
+    has room for two batches of ids and takes at least 1 MiB, but has room for at most ``R`` rows. It is closed when the
+    next batch might not fit. A closed block is trimmed to its rows when the host has received their number. On CUDA,
+    this usually takes one or two batches. On other devices, it happens at the next :func:`read_row_counts`.
 
     Args:
         num_rows: ``R``.

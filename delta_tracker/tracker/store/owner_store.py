@@ -46,7 +46,7 @@ class OwnerStore(MarkedRows):
         self._read_all()
 
     def attach(self, source: LocalOwners) -> None:
-        """Replace the source of the owners after the module was replaced. It must have the same slots and device."""
+        """Replace the source of the owners after the module was replaced. The slots and device must be the same."""
         self.source, self._token = source, None
 
     def update(self, mark: Callable[[Tensor], None]) -> None:

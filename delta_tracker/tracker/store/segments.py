@@ -25,11 +25,11 @@ class SegmentStore(MarkedRows):
     Args:
         num_rows, device, engine, old_states: see :class:`MarkedRows`.
         was_written: function that returns True if the shard was written in place since the function was last called or
-        was created. If it is None, :meth:`notice_writes` does not detect unreported writes.
+            created. If it is None, :meth:`notice_writes` does not detect unreported writes.
 
     Attributes:
         reads_shard: True if :meth:`cut` or the methods that mark rows read the shard.
-        writes: local ids ``[N]`` of the rows of each write in progress, by its key; None for all rows.
+        writes: local ids ``[N]`` of the rows of each write in progress, by the key of the write; None for all rows.
 
     Example:
         >>> store = SegmentStore(num_rows=8)

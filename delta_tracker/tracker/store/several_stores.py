@@ -1,8 +1,8 @@
 """Operations on several row stores. Stores on the same device are marked, scanned and counted together.
 
 On a GPU, the number of kernel launches for marking rows does not depend on the number of tables, unless old states are
-kept. The number of times that a read waits for the device does not depend on it either. On the CPU, each store is
-marked and read separately.
+kept. The same applies to the number of times that a read waits for the device. On the CPU, each store is marked and
+read separately.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -30,7 +30,7 @@ class ShadowStore(SegmentStore):
 
     Args:
         read_rows: function that takes local ids ``[N]`` and returns a copy of the current values ``[N, D]`` of these
-        rows. If the argument is None, it returns all rows.
+            rows. If the argument is None, it returns all rows.
         num_rows: ``R``, number of rows of the shard.
         device: device of the shard.
         engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
@@ -84,7 +84,7 @@ def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str
 
     Args:
         shard: function that returns this rank's current shard of the table. After a reshard, it may return a new object
-        for the same rows.
+            for the same rows.
         capture: implementation of the tracking mode.
         engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
     """
