@@ -66,7 +66,7 @@ class FaultDelay:
         return self._store.view() if self._store.bypass_caches(names) else None
 
     def unread(self, faults: Iterable[StreamError], position: Position | None) -> StreamError | None:
-        """Return the first of ``faults`` whose damaged object was not reread during a delay at ``position``, or None."""
+        """Return the first of ``faults`` whose damaged object was not reread during a delay at ``position``."""
         if self._store is None or self._position != position:
             return None
         for fault in faults:
