@@ -1,6 +1,5 @@
 """Formatting of values for output, and escaping of untrusted text. Depends only on the standard library."""
 
-import unicodedata
 from datetime import UTC, datetime, tzinfo
 
 from delta_tracker.errors import DeltaTrackerError
@@ -20,7 +19,7 @@ def escaped(text: object) -> str:
         >>> escaped("red \x1b[31m and\nmore")
         'red \\x1b[31m and\\nmore'
     """
-    return "".join(each if _is_harmless(each) else ascii(each)[1:-1] for each in str(text))
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(text))
 
 
 def error_text(error: DeltaTrackerError) -> str:
@@ -101,7 +100,3 @@ def short(name: str, most: int = 72) -> str:
         'ec.emb…h_a_long_name'
     """
     return name if len(name) <= most else f"{name[: most // 3]}…{name[most // 3 + 1 - most :]}"
-
-
-def _is_harmless(character: str) -> bool:
-    return character == " " or unicodedata.category(character)[0] not in "CZ"

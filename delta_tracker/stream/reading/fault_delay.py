@@ -67,12 +67,9 @@ class FaultDelay:
 
     def unread(self, faults: Iterable[StreamError], position: Position | None) -> StreamError | None:
         """Return the first of ``faults`` whose damaged object was not reread during a delay at ``position``."""
-        if self._store is None or self._position != position:
-            return None
-        for fault in faults:
-            if isinstance(fault, CorruptPartError | MalformedError) and not self._store.reads(fault.path):
-                return fault
-        return None
+        store = self._store if self._position == position else None
+        damaged = (each for each in faults if isinstance(each, CorruptPartError | MalformedError))
+        return next((each for each in damaged if store is not None and not store.reads(each.path)), None)
 
 
 def _affected_names(fault: StreamError, position: Position | None) -> set[str]:
