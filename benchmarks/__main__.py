@@ -22,6 +22,7 @@ PROGRAMS: dict[str, list[str]] = {
     "bench_predict": [],
     "bench_freshness": [],
     "bench_quality": [],
+    "bench_journey": [],
     "bench_optimizers": [],
     "bench_sinks": [],
     "bench_recovery": [],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -135,6 +135,30 @@ def _bytes_for_quality(results: Results) -> float:
         for name in results.cases("bench_quality", "")
         if results.median("bench_quality", name, "over fresh") <= 0.001  # noqa: PLR2004  a thousandth
     )
+
+
+def _journey(events: int, kind: str) -> str:
+    return f"{events:,}: {kind}"
+
+
+def _of_cadences(pick: Callable[[Iterable[float]], float], kind: str, figure: str) -> Callable[[Results], float]:
+    """Return the least or largest figure of the three cadences of ``bench_journey``."""
+    names = [_journey(events, kind) for events in (5_000, 20_000, 60_000)]
+    return lambda results: pick(results.median("bench_journey", name, figure) for name in names)
+
+
+def _bytes_for_journey(results: Results) -> float:
+    """Return the largest reduction of bytes, relative to full versions, that loses at most 0.1 % of log loss."""
+    return max(
+        results.median("bench_journey", name, "times fewer")
+        for name in results.cases("bench_journey", _journey(5_000, ""))
+        if results.median("bench_journey", name, "lost") <= 0.001  # noqa: PLR2004  a thousandth
+    )
+
+
+def _of_chain(results: Results) -> float:
+    kept, chain = (results.median("bench_journey", _journey(5_000, "F32"), figure) for figure in ("kept", "chain"))
+    return kept / chain
 
 
 def _frequency(results: Results) -> float:
@@ -276,6 +300,34 @@ TARGETS = (
         _MS,
     ),
     Target("bytes within 0.1 % of the fresh log loss: snapshots' / ours", 13, True, _bytes_for_quality, _TIMES),
+    Target(
+        "a year of purchases, a version every 5,000, 20,000 or 60,000, the worst: bytes of full ones / of INT8 deltas",
+        6,
+        True,
+        _of_cadences(min, "INT8", "times fewer"),
+        _TIMES,
+    ),
+    Target(
+        "the same, F32 deltas: bytes / those of the rows that occurred",
+        1.1,
+        False,
+        _of_cadences(max, "F32", "over limit"),
+    ),
+    Target(
+        "the same, 8 versions kept: bytes of full ones / of INT8 deltas, compacted",
+        2.5,
+        True,
+        _of_cadences(min, "INT8", "times less kept"),
+        _TIMES,
+    ),
+    Target("the same, every 5,000: kept bytes of F32 deltas / of all deltas, not compacted", 0.4, False, _of_chain),
+    Target(
+        "the same, bytes within 0.1 % of the log loss of full versions: full ones' / ours",
+        13,
+        True,
+        _bytes_for_journey,
+        _TIMES,
+    ),
     Target(
         "checkpoint every 100 batches of 4,096, 8 tables x 1 M x 64, row-wise Adagrad: bytes of dcp.save / ours",
         6,

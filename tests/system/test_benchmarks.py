@@ -40,6 +40,7 @@ _IN_SWEEPS = pytest.mark.sweep("short", only=True)  # some 10 s each
             for name in (
                 "bench_fleet",
                 "bench_freshness",
+                "bench_journey",
                 "bench_optimizers",
                 "bench_quality",
                 "bench_read",
