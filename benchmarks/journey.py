@@ -97,7 +97,11 @@ def made_purchases(count: int, batch: int) -> Purchases:
 
 
 def _with_negatives(ids: NDArray[np.int64], seconds: NDArray[np.int64], batch: int) -> Purchases:
-    """Draw negatives, and mark the purchases to score. A new product is only ever bought, which would be a giveaway."""
+    """Draw negatives, and mark the purchases that are scored and trained on.
+
+    A new product is only ever bought. Trained on that, the row that unknown ids read would mean "bought", and a
+    predictor that does not know many products would be worse than chance.
+    """
     count = ids.shape[1] // batch * batch
     known, index = np.unique(ids[1, :count], return_inverse=True)
     first = np.full(len(known), count)
@@ -194,10 +198,10 @@ class Trainer:
         )
         self._dense = torch.optim.Adam(self.model.module.towers.parameters(), lr=1e-3)
 
-    def train(self, features: KeyedJaggedTensor, labels: Tensor) -> float:
-        """Train one batch. Return its log loss before the update."""
+    def train(self, features: KeyedJaggedTensor, labels: Tensor, is_scored: Tensor) -> None:
+        """Train one batch, on the loss of the purchases that are scored. The ids of the others may get rows, too."""
         self._dense.zero_grad()
-        loss = nn.functional.binary_cross_entropy_with_logits(self.model(features), labels)
+        losses = nn.functional.binary_cross_entropy_with_logits(self.model(features), labels, reduction="none")
+        loss = (losses.view(2, -1) * is_scored).sum() / (2 * is_scored.sum()).clamp(min=1)
         loss.backward()  # type: ignore[no-untyped-call]
         self._dense.step()
-        return loss.item()
