@@ -20,6 +20,7 @@ from benchmarks.bench_recovery import shortest_intervals
 from benchmarks.gpu_kernels import time_launches
 from benchmarks.harness import Report, Sample, interleaved
 from benchmarks.ids import distinct_ids, uniform_ids, zipf_ids
+from benchmarks.journey import made_purchases
 from benchmarks.summary import COMPARISON, alternatives, markdown
 from benchmarks.targets import Target
 from tests import forked
@@ -196,7 +197,9 @@ def test_a_part_of_the_benchmark_for_gpus_that_fails_loses_no_times(
     assert "OutOfMemoryError: no memory" in printed.err
 
 
-@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality", "bench_sinks"])
+@pytest.mark.parametrize(
+    "name", ["bench_freshness", "bench_journey", "bench_predict", "bench_publish", "bench_quality", "bench_sinks"]
+)
 def test_committed_results_are_of_the_current_program(name: str) -> None:
     directory = _ROOT / "benchmarks" / "results"
     record = json.loads((directory / f"{name}.json").read_text())
@@ -307,6 +310,19 @@ def test_a_report_is_written_as_a_table_and_as_json(tmp_path: Path, capsys: pyte
     assert text.startswith("# name\n\n| what | ms |\n| --- | ---: |\n| a | 1 |\n\n- A note.\n- Settings: rows 3.\n")
     assert capsys.readouterr().out == text
     assert json.loads((tmp_path / "name.json").read_text())["figures"] == {"a": {"seconds": [0.5]}}
+
+
+def test_no_purchase_counts_before_its_product_is_known() -> None:
+    purchases = made_purchases(400, 10)
+    products, others = (each.view(-1, 10).tolist() for each in (purchases.ids[1], purchases.others))
+    known = set(products[0])
+    assert not purchases.is_scored[:10].any()
+    for bought, drawn, is_scored in zip(
+        products[1:], others[1:], purchases.is_scored.view(-1, 10)[1:].tolist(), strict=True
+    ):
+        assert is_scored == [product in known for product in bought]
+        assert known.issuperset(drawn), "a negative tells that it is new"
+        known |= set(bought)
 
 
 def test_ids_have_the_stated_distribution() -> None:
