@@ -72,7 +72,7 @@ class LocalOwners(ABC):
 
     @abstractmethod
     def token(self) -> object | None:
-        """Return a token that changes when an owner changes; None if unsupported. Does not wait for the device."""
+        """Return a token that changes when an owner changes; None if not supported. Does not wait for the device."""
 
     @abstractmethod
     def read(self) -> Tensor:

@@ -27,12 +27,12 @@ from delta_tracker.sharding.row_cache import cached_table
 from delta_tracker.sharding.torchrec_api import Torchrec, holder_of, tbe_of
 
 QUANTIZED: dict[type[nn.Module], str] = {EmbeddingCollection: "embeddings", EmbeddingBagCollection: "embedding_bags"}
-"""Mapping of the class of a quantized collection to the name of the attribute that holds its tables."""
+"""Mapping from the class of a quantized collection to the name of the attribute that contains its tables."""
 QUANTIZED_SHARDS: dict[type[nn.Module], str] = {
     ShardedQuantEmbeddingCollection: "embeddings",
     ShardedQuantEmbeddingBagCollection: "embedding_bags",
 }
-"""Like :data:`QUANTIZED`, for sharded quantized collections. All shards of such a module are in this process."""
+"""Like :data:`QUANTIZED`, for sharded quantized collections. All shards of such a collection are in this process."""
 # Classes of the kernels that store rows contiguously.
 _KERNELS = IntNBitTableBatchedEmbeddingBagsCodegen, IntNBitTableBatchedEmbeddingBagsCodegenWithLength
 _SCALE_BIAS_BYTES = 4

@@ -37,7 +37,7 @@ def mark_incomplete(model: nn.Module, version: int, *, is_following: bool = Fals
 
 
 def is_following(model: nn.Module) -> bool:
-    """Return True if ``model`` follows a stream, unless a restore has written to it later."""
+    """Return True if ``model`` follows a stream and has not been restored since then."""
     held = _mark_of(model)
     return held is not None and held.is_following
 

@@ -22,7 +22,7 @@ FBGEMM_OF_TORCH: Mapping[str, str] = {
     "2.13": "1.8",
     "2.14": "1.9",
 }
-"""Mapping of minor release of torch to the FBGEMM release that was built for it. All pairs work with torchrec."""
+"""Mapping from a minor release of torch to the FBGEMM release that was built for it. All pairs work with torchrec."""
 
 _CUDA, _CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"  # both install the import name fbgemm_gpu
 _MINOR = re.compile(r"(\d+\.\d+)\b")

@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 UNSEEN = -1
-"""Key to pass to :meth:`HookListener.mark_all_later` for all later writes, if no hook reports them."""
+"""Key for :meth:`HookListener.mark_all_later`. It requests that all later cuts mark all rows."""
 
 
 class HookListener(Protocol):

@@ -257,10 +257,10 @@ class StateBlock:
 class DeviceStates(OldStates):
     """Old states of a segment's marked rows, stored in blocks of device memory.
 
-    Only :meth:`merge` waits for the device, and :meth:`states` if a spill is running. The newest block may be open. It
-    has room for two batches of ids and takes at least 1 MiB, but has room for at most ``R`` rows. It is closed when the
-    next batch might not fit. A closed block is trimmed to its rows when the host has received their number. On CUDA,
-    this usually takes one or two batches. On other devices, it happens at the next :func:`read_row_counts`.
+    Only :meth:`merge` waits for the device, and :meth:`states` if a spill is running. The newest block may be open. Its
+    capacity is at least two batches of ids and 1 MiB, but at most ``R`` rows. It is closed when the next batch might
+    not fit. A closed block is trimmed to its rows when the host has received their number. On CUDA, this usually takes
+    one or two batches. On other devices, it happens at the next :func:`read_row_counts`.
 
     Args:
         num_rows: ``R``.
