@@ -1,4 +1,4 @@
-"""Checks of arguments that many classes share."""
+"""Functions that check an argument of a public call. ``argument`` is the argument's name in the error message."""
 
 import difflib
 import functools
@@ -19,7 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True for a finite integer or float, including numpy's; False for a bool, a string or any other object.
+    """Return True if ``value`` is a finite integer or float of Python or numpy. Return False for a bool.
 
     Example:
         >>> is_number(0.5), is_number("0.5"), is_number(float("nan")), is_number(True)
@@ -31,7 +31,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_type(argument: str, value: object, kind: type, example: str) -> None:
-    """Raise InvalidArgumentError unless ``value`` is None or of type ``kind``. The message shows ``example``."""
+    """Raise InvalidArgumentError unless ``value`` is None or a ``kind``. The message suggests ``example``."""
     if value is not None and not isinstance(value, kind):
         raise InvalidArgumentError(argument, value, f"Pass a value such as {example}, or None")
 
@@ -49,13 +49,13 @@ def check_switch(argument: str, value: object) -> None:
 
 
 def check_function(argument: str, value: object, example: str) -> None:
-    """Raise InvalidArgumentError unless ``value`` is callable. The message shows ``example``."""
+    """Raise InvalidArgumentError unless ``value`` is callable. The message suggests ``example``."""
     if not callable(value):
         raise InvalidArgumentError(argument, value, f"Pass a function, such as {example}")
 
 
 def check_path(argument: str, path: object) -> Path:
-    """Return ``path`` as a local path. Raise InvalidArgumentError for a url, a leading ``~`` or an invalid type.
+    """Return ``path`` as a ``Path``. Raise InvalidArgumentError if it begins with ``~`` or is not a local path.
 
     Example:
         >>> check_path("cache", "/var/cache")
@@ -70,7 +70,7 @@ def check_path(argument: str, path: object) -> Path:
 
 
 def check_home(argument: str, path: Path) -> None:
-    """Raise InvalidArgumentError if ``path`` begins with ``~``, which only a shell expands."""
+    """Raise InvalidArgumentError if ``path`` begins with ``~``. The message suggests the expanded path."""
     try:
         expanded = path.expanduser()
     except RuntimeError:  # no user has this name
@@ -82,8 +82,8 @@ def check_home(argument: str, path: Path) -> None:
 def refuses_unknown(**options: type) -> Callable[[type[_T]], type[_T]]:
     """Return a class decorator that makes the constructor raise InvalidArgumentError for unknown keyword arguments.
 
-    The message names the class in ``options`` that accepts the argument, suggests a similar argument, or lists all
-    arguments. ``options`` maps some arguments to the classes of their values.
+    ``options`` maps arguments of the constructor to the classes of their values. If one of these classes accepts the
+    unknown argument, the message says so. Otherwise, it suggests a similar argument or lists all arguments.
     """
 
     def decorate(kind: type[_T]) -> type[_T]:

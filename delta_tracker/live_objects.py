@@ -12,10 +12,10 @@ from delta_tracker.errors import UncopyableError
 
 
 class Trained(Protocol):
-    """Interface of an object that reports the memory of tables that are being trained, see :func:`trained_memory`."""
+    """Interface of an object that contains tables in training and reports their memory to :func:`trained_memory`."""
 
     def spans(self) -> set[tuple[str, int, int]]:
-        """Return the device, start and end address of the tables' memory blocks; empty once training has ended."""
+        """Return the memory blocks as ``(device, start address, end address)``; no blocks once training has ended."""
 
 
 _TRAINED: weakref.WeakValueDictionary[int, Trained] = weakref.WeakValueDictionary()
@@ -23,28 +23,28 @@ _announced: list[int] = [0]
 
 
 def announce_training(trained: Trained) -> None:
-    """Include ``trained`` in :func:`trained_memory` until it is garbage-collected. Call this when training begins."""
+    """Include the memory of ``trained`` in :func:`trained_memory` until ``trained`` is garbage-collected."""
     _TRAINED[id(trained)] = trained
     _announced[0] += 1
     _register_handlers()
 
 
 def num_announced() -> int:
-    """Return the number of calls of :func:`announce_training`. When it changes, call :func:`trained_memory` again."""
+    """Return the number of calls of :func:`announce_training`, to detect that :func:`trained_memory` may differ."""
     return _announced[0]
 
 
 def trained_memory() -> set[tuple[str, int, int]]:
-    """Return the device, start and end address of the memory of tables in training. Predictors must not write to it."""
+    """Return the memory blocks of all tables in training, to which predictors must not write; see :class:`Trained`."""
     living = [trained for reference in _TRAINED.valuerefs() if (trained := reference()) is not None]
     return {span for trained in living for span in trained.spans()}
 
 
 class Uncopied:
-    """Base class of objects that can neither be pickled nor copied. Each subclass names an alternative in ``remedy``.
+    """Base class of objects that can be neither pickled nor copied.
 
     ``pickle``, ``torch.save``, ``copy.copy`` and ``copy.deepcopy`` raise
-    :class:`~delta_tracker.errors.UncopyableError`.
+    :class:`~delta_tracker.errors.UncopyableError` with the ``remedy`` that is passed when the class is derived.
     """
 
     _remedy: ClassVar[str]
@@ -61,24 +61,23 @@ class Uncopied:
 class Forkable(ABC):
     """Base class of objects that remain usable after ``os.fork``.
 
-    Register each object with :func:`protect`. The methods of a registered object are called before and after each fork,
-    in the thread that forks.
+    Register each object with :func:`protect`. Then each fork calls the object's methods, in the thread that forks.
     """
 
     def before_fork(self) -> None:  # noqa: B027  optional
         """Bring the object into a consistent state before a fork.
 
-        Must not block for long, even if the calling thread holds a lock of the object.
+        This method must return quickly, even if the calling thread holds a lock of the object.
         """
 
     def after_fork_in_parent(self) -> None:  # noqa: B027
-        """Undo :meth:`before_fork`."""
+        """Undo :meth:`before_fork` in the parent process."""
 
     @abstractmethod
     def after_fork_in_child(self) -> None:
-        """Replace the locks that other threads of the parent process may have held.
+        """Replace the object's locks in the child process.
 
-        Only the calling thread exists in the child process.
+        Threads of the parent process that do not exist in the child may have held the locks.
         """
 
 
@@ -86,7 +85,7 @@ _PROTECTED: weakref.WeakValueDictionary[int, Forkable] = weakref.WeakValueDictio
 
 
 def protect(forkable: Forkable) -> None:
-    """Call the methods of ``forkable`` before and after each fork, until the object is garbage-collected."""
+    """Register ``forkable``: each fork calls its methods until the object is garbage-collected."""
     _PROTECTED[id(forkable)] = forkable
     _register_handlers()
 

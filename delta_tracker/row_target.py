@@ -1,6 +1,6 @@
-"""Tables of a serving model that a predictor writes rows to.
+"""Targets of a predictor: tables of a serving model, to which the predictor writes rows.
 
-Notation: ``N`` is the number of rows of a write, ``R`` the number of rows of a region, ``C`` the number of columns.
+Notation: ``N`` is the number of rows of a write, ``C`` its number of columns, and ``R`` the number of rows of a region.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from delta_tracker.rows import copy_from_host, put_pieces, to_device
 
 @runtime_checkable
 class RowTarget(Protocol):
-    """Interface through which a predictor writes to a table of a serving model, or to this process's block of it.
+    """Interface through which a predictor writes rows to the block of a table that is in this process.
 
     Derive from this class if the rows of a table are not stored in tensors.
 
-    The predictor passes only rows and columns of the block. For each chunk of rows it calls :meth:`prepare`, during
+    The predictor passes only rows and columns inside the block. For each chunk of rows it calls :meth:`prepare`, during
     which lookups may run, and then :meth:`write`, during which no lookup runs. Calls never overlap. All columns
     that a version contains for a row are written before the next lookup.
 
@@ -36,9 +36,9 @@ class RowTarget(Protocol):
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
         dtype: dtype that the table must have in the stream; None if every dtype is accepted.
-        rows: half-open range of global row ids in this process.
-        columns: half-open column ranges in this process, ascending and disjoint; empty if this process holds no part of
-            the table.
+        rows: half-open range of the block's global row ids.
+        columns: half-open column ranges of the block, ascending and disjoint; empty if no part of the table is in this
+            process.
         needs_whole_rows: True to receive all columns of each range in ``columns`` in a single call. A version that
             contains only some of these columns for a row is rejected.
 
@@ -79,7 +79,7 @@ class RowTarget(Protocol):
             columns: half-open range of the columns of ``values``.
 
         Returns:
-            The argument ``values`` of :meth:`write`. By default, the values are returned unchanged.
+            The values to pass to :meth:`write`. The default implementation returns ``values`` unchanged.
         """
         return values
 
@@ -87,32 +87,32 @@ class RowTarget(Protocol):
         """Write rows in place.
 
         Args:
-            ids: ``[N]`` int64 global row ids on the CPU, ascending and unique, or a slice with start and stop.
+            ids: ``[N]`` int64 global row ids on the CPU, ascending and unique, or a slice with a start and a stop.
             values: result of :meth:`prepare`.
             columns: half-open range of the columns of ``values``, inside one range of ``self.columns``.
         """
 
 
 class RowCopies(Protocol):
-    """Interface to a cache that holds copies of some rows of a region. Lookups read the copies."""
+    """Interface to a cache that contains copies of some rows of a region. Lookups read the copies."""
 
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
         """Update the copies of the given rows. Ignore rows without a copy.
 
-        ``ids`` are ``[N]`` unique int64 row numbers in the region, with ``N >= 1``. ``values`` are ``[N, C]``. Both are
-        on the region's device. ``columns`` is the half-open range of the region's columns that they fill.
+        ``ids`` are ``[N]`` unique int64 row numbers in the region, with ``N >= 1``. ``values`` are the new values
+        ``[N, C]`` of the half-open column range ``columns`` of the region. Both tensors are on the region's device.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Rectangle of rows and columns of a table, and the tensor that holds it.
+    """Rectangular block of a table, and the tensor that contains its values.
 
     Args:
         rows: half-open range of global row ids.
         columns: half-open column range.
         memory: tensor ``[R, ...]`` that lookups read.
-        copies: copies of some rows; None if there are none.
+        copies: cache of some rows, updated by each write; None if there is no cache.
     """
 
     rows: tuple[int, int]
@@ -124,7 +124,7 @@ class Region:
         """Write the rows whose ids are in the region, and update their copies. Ignore the other rows.
 
         ``ids`` are global row ids, as in :meth:`RowTarget.write`. ``values`` are ``[N, C]`` in the dtype of the memory.
-        ``columns`` is the half-open range of columns of the memory to write; None for all columns.
+        ``columns`` is the half-open range of the memory's columns to write; None for all columns.
         """
         # Creating a view takes as long as writing several rows. no_grad() is not needed for detached tensors.
         memory = self.memory if columns is None else self.memory[:, slice(*columns)]
@@ -143,18 +143,18 @@ WRITABLE = (
     "Give the predictor's model ordinary tensors with values: build it outside torch.inference_mode(), call "
     "to_empty(device=...) on a model on the meta device, and do not expand tensors"
 )
-"""Remedy for each result of :func:`obstacle_of`."""
+"""Remedy for every obstacle that :func:`obstacle_of` returns."""
 
 
 class TensorTarget(RowTarget):
-    """Target for a table whose rows are in one tensor, or in several tensors that each hold one rectangle.
+    """Target for a table that is stored in one tensor, or in several tensors that each contain a rectangular block.
 
     Args:
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
-        dtype: dtype of the table; None if versions of every dtype can be written.
-        regions: disjoint rectangles in this process; all column ranges cover the same rows. The tensors are detached.
-        obstacle: reason why rows cannot be written; empty if there is none.
+        dtype: dtype of the table; None to accept versions of every dtype.
+        regions: disjoint blocks in this process; all column ranges cover the same rows. The tensors are detached.
+        obstacle: reason why rows cannot be written; empty if they can be written.
 
     Attributes:
         devices: devices of the tensors.
@@ -179,24 +179,24 @@ class TensorTarget(RowTarget):
 
     @classmethod
     def of(cls, table: Tensor) -> Self:
-        """Return a target that writes to the whole table ``[num_rows, dim]``."""
+        """Return a target for the tensor ``table``, ``[num_rows, dim]``, which contains a whole table."""
         num_rows, dim = table.shape
         return cls(num_rows, dim, table.dtype, [Region((0, num_rows), (0, dim), table)])
 
     @property
     def obstacle(self) -> str:
-        """Reason why rows cannot be written; empty if there is none."""
+        """Reason why rows cannot be written; empty if they can be written."""
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
-        """Move the values to the device of the regions. Does not wait for a CUDA device.
+        """Move the values to the device of the regions, asynchronously if it is a CUDA device.
 
         If the regions are on several devices, the values are returned unchanged.
         """
         return values if self._device is None else to_device(values, self._device)
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
-        """Write rows in place; see :meth:`RowTarget.write`."""
+        """Write rows to the tensors in place; see :meth:`RowTarget.write`."""
         first, end = columns
         for region in self.regions:
             start, stop = region.columns

@@ -50,7 +50,7 @@ class ChangedRows:
         return sum(each.nbytes for each in self.tensors)
 
     def take(self, index: Tensor) -> "ChangedRows":
-        """Return copies of the selected rows.
+        """Return a copy of the rows that ``index`` selects.
 
         ``index`` is an ascending int64 tensor of row indices, or an ``[N]`` bool mask.
         """
@@ -65,17 +65,17 @@ class ChangedRows:
         return ChangedRows(new_rows(len(self.ids), self.ids).copy_(self.ids), *columns)
 
     def without_states(self) -> "ChangedRows":
-        """Return the same rows without their old states; the tensors are shared."""
+        """Return these rows without old states. The result shares the tensors of this object."""
         return ChangedRows(self.ids, ages=self.ages, former=self.former)
 
     def aged(self) -> "ChangedRows":
-        """Return the same rows with their ages increased by one."""
+        """Return these rows with each age increased by one. The result shares the other tensors of this object."""
         ages = torch.zeros_like(self.ids, dtype=torch.int32) if self.ages is None else self.ages
         return ChangedRows(self.ids, self.states, self.known, ages + 1, self.former)
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:
-        """All fields except ``ids``, in order of definition."""
+        """Values of all fields except ``ids``, in the order of definition."""
         return self.states, self.known, self.ages, self.former
 
 
@@ -110,7 +110,7 @@ def _or_zeros(column: Tensor | None, rows: ChangedRows) -> Tensor:
 
 
 def first_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each id once, ascending, with the state of its first occurrence.
+    """Return the distinct ids in ascending order, each with the state of its first occurrence.
 
     Args:
         ids: ``[N]`` int64, in any order.
@@ -130,28 +130,28 @@ def first_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each id once, ascending, with the state of its last occurrence; see :func:`first_per_id`."""
+    """Return the distinct ids in ascending order, each with the state of its last occurrence."""
     return first_per_id(ids.flip(0), states.flip(0))
 
 
 def take_rows(memory: Tensor, indices: Tensor) -> Tensor:
     """Return a copy of the rows at ``indices``, allocated with :func:`~delta_tracker.buffers.new_rows`.
 
-    ``memory`` is ``[R, ...]``, ``indices`` are ``[N]`` int64 in ``[0, R)``, and the result is ``[N, ...]``.
+    ``memory`` has the shape ``[R, ...]``. ``indices`` are ``[N]`` int64 in ``[0, R)``. The result is ``[N, ...]``.
     """
     return torch.index_select(memory.detach(), 0, indices, out=new_rows(len(indices), memory))
 
 
 def split_by_mask(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return, for each mask, the indices at which it is True and the indices at which it is False.
+    """Return the indices of the True elements and the indices of the False elements of each mask.
 
-    Waits for each device except the CPU once, regardless of the number of masks.
+    The function waits only once for each GPU, regardless of the number of masks.
 
     Args:
-        masks: name to ``[N]`` bool.
+        masks: mapping from a name to a mask, ``[N]`` bool.
 
     Returns:
-        Name to a pair of ascending int64 tensors: the indices of True, and the indices of False.
+        Mapping from each name to two ascending int64 tensors: the indices of True and the indices of False.
 
     Example:
         >>> split_by_mask({"t": torch.tensor([True, False, True])})
@@ -174,7 +174,7 @@ def split_by_mask(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor
 
 
 def put_pieces(memory: Tensor, indices: Tensor, pieces: Iterable[Tensor]) -> None:
-    """Write the rows of ``pieces``, in order, to the rows ``indices`` of ``memory``.
+    """Write row ``i`` of the concatenated ``pieces`` to row ``indices[i]`` of ``memory``.
 
     Args:
         memory: ``[R, C]`` tensor to write to.
@@ -205,9 +205,9 @@ def put_pieces(memory: Tensor, indices: Tensor, pieces: Iterable[Tensor]) -> Non
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``. A copy from the host to a CUDA device does not wait for the device.
+    """Return ``tensor`` on ``device``. A copy from the host to a CUDA device is asynchronous.
 
-    Such a copy uses pinned memory, which torch's allocator reuses once the copy is complete.
+    An asynchronous copy uses pinned memory, which torch's allocator reuses once the copy is complete.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -215,7 +215,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_from_host(memory: Tensor, values: Tensor) -> None:
-    """Copy ``values`` to ``memory``, which has the same shape. Does not wait for a CUDA device."""
+    """Copy ``values`` to ``memory``, a tensor of the same shape. A copy from the host to a GPU is asynchronous."""
     if memory.is_cuda and not values.is_cuda:  # faster than a comparison of devices
         memory.copy_(values.pin_memory(), non_blocking=True)
     else:
@@ -223,7 +223,7 @@ def copy_from_host(memory: Tensor, values: Tensor) -> None:
 
 
 def bits_of(rows: Tensor) -> Tensor:
-    """Return the bits of rows as integers, so that NaNs with equal bits compare equal and -0.0 differs from 0.0."""
+    """Return the bits of ``rows`` as integers, in which NaNs with equal bits are equal and -0.0 differs from 0.0."""
     return rows.contiguous().view(_INTEGERS[rows.element_size()])
 
 
@@ -237,7 +237,7 @@ def _items(rows: Tensor) -> NDArray[np.void]:
 
 
 def memory_span(tensor: Tensor) -> tuple[str, int, int]:
-    """Return the device of a tensor, the address of its first byte, and the address after its last byte."""
+    """Return the device of ``tensor``, the address of its first byte, and the address after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = tensor.data_ptr() + (last + 1) * tensor.element_size() if tensor.numel() else tensor.data_ptr()
     return str(tensor.device), tensor.data_ptr(), end
