@@ -1,4 +1,4 @@
-"""Replacement for TorchRec's own tracker. Programs need to change only their imports.
+"""Replacement for TorchRec's own tracker, with the same interface.
 
 Replace ``from torchrec.distributed.model_tracker...``, including its submodules, with ``from delta_tracker.compat``. If
 the program calls ``init_torchrec_delta_tracker`` of ``DistributedModelParallel``, call :func:`patch_torchrec` first.
@@ -6,17 +6,17 @@ The classes behave like TorchRec's, with these differences:
 
 - A row counts as changed when its update is written, not when it is looked up. To record lookups instead, pass
   ``record="lookups"`` to :class:`ModelDeltaTrackerTrec`.
-- ``top_percentage`` selects the rows with the largest changes in each table, and the others stay pending; TorchRec
-  ignores it.
+- ``top_percentage`` selects the rows with the largest changes in each table. The other rows stay pending. TorchRec
+  ignores the argument.
 - Old values in ``EMBEDDING`` mode and the states of several tables are exact. ``benchmarks/faults`` lists cases in
-  which TorchRec returns wrong values. ``EMBEDDING`` mode also tracks ``EmbeddingBagCollection``; TorchRec rejects it.
+  which TorchRec returns wrong values. ``EMBEDDING`` mode supports ``EmbeddingBagCollection``, which TorchRec rejects.
 - A read returns every tracked table, with empty ids for an unchanged table. TorchRec omits a table before its first
   lookup and after ``clear()``, and raises an error if nothing was looked up since the last read.
-- An invalid argument raises :class:`TorchrecAssertionError`, where TorchRec uses an ``assert``.
+- An invalid argument raises :class:`TorchrecAssertionError`. TorchRec uses ``assert`` statements.
 
-This module has no ``RawIdTracker`` and no store for one: deltas contain the raw ids of tables with managed collisions.
-With a ``RawIdTrackerConfig``, ``DistributedModelParallel`` creates TorchRec's ``RawIdTracker``. The hooks
-``record_momentum`` and ``record_rowwise_optim_state`` are missing: momentum modes read the states of the optimizer.
+This module has no ``RawIdTracker``, because deltas contain the raw ids of tables with managed collisions. With a
+``RawIdTrackerConfig``, ``DistributedModelParallel`` creates TorchRec's ``RawIdTracker``. The hooks ``record_momentum``
+and ``record_rowwise_optim_state`` are missing, because momentum modes read the optimizer's states directly.
 
 Example:
     >>> import torch
@@ -68,12 +68,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return ``UPDATE_MODE_MAP`` or ``SUPPORTED_MODULES``, the classes that TorchRec can track. Imports TorchRec."""
+    """Return ``UPDATE_MODE_MAP`` or ``SUPPORTED_MODULES``, which have the same names in TorchRec."""
     return getattr(own, name)
 
 
 class TorchrecAssertionError(InvalidArgumentError, AssertionError):
-    """An argument is invalid. This is also an ``AssertionError``, the type that TorchRec's tracker raises."""
+    """An argument is invalid. The class is also an ``AssertionError``, which programs for TorchRec may catch."""
 
 
 @contextmanager
@@ -96,7 +96,7 @@ class Trackers(Enum):
 
 @dataclass
 class IndexedLookup:
-    """Recorded lookup of one batch in one table, as :meth:`DeltaStoreTrec.get_indexed_lookups` returns it.
+    """Recorded lookup of one batch in one table; see :meth:`DeltaStoreTrec.get_indexed_lookups`.
 
     Args:
         batch_idx: index of the batch.
@@ -126,13 +126,13 @@ class UniqueRows:
 
 @dataclass
 class DeltaTrackerConfig:
-    """Configuration of a tracker, for :func:`init_torchrec_delta_tracker`.
+    """Configuration of a tracker. Pass it to :func:`init_torchrec_delta_tracker`.
 
     Args:
         tracking_mode: kind of state that a read returns for each changed row.
         consumers: names of the consumers; None for one consumer named ``"default"``.
         delete_on_read: True to drop rows once every consumer has read them.
-        auto_compact: True to compact the change log while TorchRec distributes its output.
+        auto_compact: True to compact the change log during TorchRec's output distribution, instead of after each read.
         fqns_to_skip: FQNs of the tables that are not tracked.
     """
 
@@ -161,7 +161,7 @@ class ModelTrackerConfigs:
     """Value of the argument ``model_tracker_configs`` of ``DistributedModelParallel``.
 
     Args:
-        raw_id_tracker_config: configuration of a ``RawIdTracker``; None to create no such tracker.
+        raw_id_tracker_config: configuration of the ``RawIdTracker`` to create; None to create no ``RawIdTracker``.
     """
 
     raw_id_tracker_config: RawIdTrackerConfig | None = None
@@ -179,10 +179,10 @@ class _RawLookups(lookups.DeltaStore):
 
 
 class DeltaStoreTrec:
-    """Store of recorded lookups: a :class:`~delta_tracker.DeltaStore` with TorchRec's interface. Copies the tensors.
+    """Store of recorded lookups: a :class:`~delta_tracker.DeltaStore` with TorchRec's interface.
 
     Args:
-        updateMode: state that reads return for each id: none, the first or the last one.
+        updateMode: state that reads return for each id: no state, the first state or the last state.
 
     Example:
         >>> store = DeltaStoreTrec(updateMode=UpdateMode.LAST)
@@ -209,13 +209,13 @@ class DeltaStoreTrec:
         raw_ids: Tensor | None = None,
         runtime_meta: Tensor | None = None,
     ) -> None:
-        """Append one lookup, see :meth:`~delta_tracker.DeltaStore.append`. Ignores ``raw_ids`` and ``runtime_meta``."""
+        """Append a copy of one lookup; see ``DeltaStore.append``. ``raw_ids`` and ``runtime_meta`` are ignored."""
         del raw_ids, runtime_meta
         with _assertions():
             self._store.append(batch_idx, fqn, ids, states)
 
     def delete(self, up_to_idx: int | None = None) -> None:
-        """Delete the lookups of all batches before ``up_to_idx``. None deletes all lookups and tables."""
+        """Delete the lookups of all batches before ``up_to_idx``. If it is None, delete all lookups and tables."""
         self._store.delete(up_to_idx)
 
     def compact(self, start_idx: int, end_idx: int) -> None:
@@ -224,7 +224,7 @@ class DeltaStoreTrec:
             self._store.compact(start_idx, end_idx)
 
     def get_unique(self, from_idx: int = 0) -> dict[str, UniqueRows]:
-        """Return the sorted unique ids of batch ``from_idx`` and all later batches, with states, by table FQN."""
+        """Return the unique ids in lookups of batch ``from_idx`` and later, with their states, by table FQN."""
         return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in self._store.get_delta(from_idx).items()}
 
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
@@ -273,19 +273,19 @@ class ModelDeltaTrackerTrec(
         per_table_percentage: Mapping[str, tuple[float, str]] | None = None,
         sorted_by_indices: bool | None = True,  # noqa: FBT001, FBT002  TorchRec's signature
     ) -> dict[str, UniqueRows]:
-        """Return the rows that changed since the consumer's last read, by table FQN, and move the consumer's cursor.
+        """Return the rows that changed since the consumer's last read, by table FQN. Advance the consumer's cursor.
 
         Args:
             consumer: name of the consumer; None for ``"default"``.
-            top_percentage: fraction of each table's changed rows to return, selected by the size of the change; 1 or
-                None for all rows. A fraction below 1 requires a mode with states, and makes the call a collective.
+            top_percentage: fraction of each table's changed rows to return; 1 or None for all rows. A fraction below 1
+                selects the rows with the largest changes, requires a mode with states, and makes the call a collective.
             per_table_percentage: not supported; call ``get_delta(top_k=...)`` instead.
             sorted_by_indices: ignored; ids are always ascending.
 
         Raises:
             TorchrecAssertionError: if the consumer does not exist, ``per_table_percentage`` is given, or
                 ``top_percentage`` is not in ``(0, 1]``.
-            NeedsSnapshotError: if the consumer was dropped, see :meth:`~delta_tracker.ModelDeltaTracker.get_delta`.
+            NeedsSnapshotError: if pending rows were dropped; see :meth:`~delta_tracker.ModelDeltaTracker.get_delta`.
         """
         del sorted_by_indices
         with _assertions():
@@ -297,7 +297,7 @@ class ModelDeltaTrackerTrec(
             return self._reader.read(self._log.consumers.resolve(consumer), _unique, top_k=top_k)
 
     def get_unique_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
-        """Return the ids of the rows that changed since the consumer's last read, by table FQN, and move its cursor."""
+        """Return the ids of the rows that :meth:`get_unique` returns, by table FQN. Advance the consumer's cursor."""
         with _assertions():
             self._hooks.check_read()
             return self._reader.read(self._log.consumers.resolve(consumer), _ids)
@@ -310,7 +310,7 @@ class ModelDeltaTrackerTrec(
     def record_lookup(
         self, kjt: KeyedIds, states: Tensor, emb_module: nn.Module | None = None, raw_ids: Tensor | None = None
     ) -> None:
-        """Record a lookup, see :meth:`~delta_tracker.ModelDeltaTracker.record_lookup`.
+        """Record a lookup; see :meth:`~delta_tracker.ModelDeltaTracker.record_lookup`.
 
         ``emb_module`` and ``raw_ids`` are ignored.
         """
@@ -320,7 +320,7 @@ class ModelDeltaTrackerTrec(
 
     @property
     def table_to_fqn(self) -> dict[str, str]:
-        """Mapping from table name to FQN. If several modules have a table of the same name, the last one is used."""
+        """Mapping from table name to FQN. If several tables have the same name, it contains the FQN of the last one."""
         return {fqn.rpartition(".")[2]: fqn for fqn in self.tables}
 
     def get_latest(self) -> dict[str, Tensor]:
@@ -328,8 +328,8 @@ class ModelDeltaTrackerTrec(
 
         Returns:
             Views of the states of this rank's ``R`` rows: ``[R]`` for a state with one number per row, such as the sum
-            of row-wise Adagrad, otherwise ``[R, D]``. Training overwrites the views. For a table with ``S > 1`` column
-            ranges on this rank, the result is a copy, ``[R, S]`` or ``[R, D]``. Tables without optimizer states are
+            of row-wise Adagrad, otherwise ``[R, D]``. Training changes the views. For a table with ``S > 1`` column
+            ranges on this rank, the value is a copy, ``[R, S]`` or ``[R, D]``. Tables without optimizer states are
             omitted.
         """
         found = {}
@@ -355,9 +355,9 @@ ModelDeltaTracker = ModelDeltaTrackerTrec
 
 
 def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTrackerConfig) -> ModelDeltaTrackerTrec:
-    """Create and return a tracker of ``model``.
+    """Create and return a tracker of ``model`` with the given configuration.
 
-    Unlike TorchRec's method of the same name, this function does not register the tracker with the model: call the
+    Unlike TorchRec's method of the same name, this function does not register the tracker with the model. Call the
     tracker's ``step()`` after each batch.
 
     Args:
@@ -382,7 +382,7 @@ def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTra
 
 
 def patch_torchrec() -> TorchrecPatch:
-    """Patch ``DistributedModelParallel`` in this process to create trackers of this module.
+    """Patch TorchRec's ``DistributedModelParallel`` in this process to use trackers of this module.
 
     Call this function once, before ``DistributedModelParallel.init_torchrec_delta_tracker(config)``. That method then
     creates a :class:`ModelDeltaTrackerTrec`, and ``get_delta_tracker()`` returns it. To undo the patch, call
@@ -395,7 +395,7 @@ def patch_torchrec() -> TorchrecPatch:
 
     A publisher with ``recovery=`` requires that the tracker's ``step()`` is called between the update and the
     publisher's ``step()``. Create its tracker with the function :func:`init_torchrec_delta_tracker`, so that only the
-    program steps the tracker.
+    program calls the tracker's ``step()``.
 
     Example:
         >>> patch_torchrec().remove()

@@ -1,8 +1,8 @@
 """Exceptions of the library.
 
-Every error derives from :class:`DeltaTrackerError`. Each message names the offending object and a remedy. The offending
-object is also an attribute of the exception. Unless the docstring of the error says otherwise, a call that raises
-changes no state: no cursor moves, no row is applied, no version is committed.
+Every error derives from :class:`DeltaTrackerError`. Each message names the object that caused the error, and a remedy.
+This object is also an attribute of the exception. Unless the docstring of the error states otherwise, a call that
+raises an error changes no state: no cursor moves, no row is applied, and no version is committed.
 """
 
 import copy
@@ -23,7 +23,7 @@ _Own = TypeVar("_Own", bound="DeltaTrackerError")
 
 CONTINUE = "Publish a snapshot to the present stream: predictors continue from it"
 LOAD_BEFORE = "Close the publisher, load or restore, and build a new Publisher afterwards"
-"""Remedy if a call that replaces the pending rows of all consumers raises :class:`ReservedConsumerError`."""
+"""Remedy of a :class:`ReservedConsumerError` if the call would replace the pending rows of all consumers."""
 SINK_CLOSED = "the sink is closed", "Call open() first"
 SINK_FORKED = "this process was forked", "Build a sink in this process"
 NO_VERSION = "no version is complete yet", "Wait until the predictor of the row store has applied a version"
@@ -32,14 +32,14 @@ OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
 
 
 class DeltaTrackerError(Exception):
-    """Base class of all errors. ``problem`` describes the error, and ``remedy`` states what to do."""
+    """Base class of all errors. ``problem`` describes the error, and ``remedy`` describes how to resolve it."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.problem, self.remedy = problem.removesuffix("."), remedy  # the text of another error may be its end
         super().__init__(str(self))
 
     def with_remedy(self, remedy: str) -> Self:
-        """Replace the remedy with ``remedy``, which fits the specific cause of this error. Return the error."""
+        """Replace the default remedy with ``remedy``, for a cause that requires a specific one. Return the error."""
         self.remedy = remedy
         self.args = (str(self),)
         return self
@@ -60,9 +60,10 @@ class StreamError(DeltaTrackerError):
 
 
 class InvalidArgumentError(DeltaTrackerError, ValueError):
-    """An argument is invalid, or the call is invalid in the current state.
+    """An argument is invalid, or a method cannot be called in the current state.
 
-    ``argument`` is the name of the invalid argument or object, and ``value`` is its value or state.
+    ``argument`` is the name of the argument or method. ``value`` is the value of the argument, or the reason why the
+    method cannot be called.
     """
 
     def __init__(self, argument: str, value: object, remedy: str) -> None:
@@ -75,7 +76,7 @@ class InvalidArgumentError(DeltaTrackerError, ValueError):
 
 
 class UncopyableError(DeltaTrackerError, TypeError):
-    """An object with hooks, locks or threads cannot be pickled or copied; ``kind`` is the name of its class."""
+    """An object with hooks, locks or threads cannot be pickled or copied. ``kind`` is the class name of the object."""
 
     def __init__(self, kind: str, remedy: str) -> None:
         super().__init__(f"a {kind} cannot be pickled or copied, because it has hooks, locks or threads", remedy)
@@ -83,11 +84,11 @@ class UncopyableError(DeltaTrackerError, TypeError):
 
 
 class MissingExtraError(DeltaTrackerError, ImportError):
-    """A required package is not installed, or was built for another release of the package ``other``.
+    """The required package ``package`` is not installed, or is incompatible with another installed package.
 
     ``extra`` is the extra of this library that installs ``package``; None if no extra is needed. ``other`` is the name
-    and release of the installed package that ``package`` does not match; None if ``package`` is not installed.
-    ``command`` is the shell command that installs the correct package.
+    and release of the other package; None if ``package`` is not installed. ``command`` is the shell command that
+    installs a compatible release of ``package``.
     """
 
     def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:
@@ -106,7 +107,7 @@ class MissingExtraError(DeltaTrackerError, ImportError):
 
 
 def import_optional(module: str, package: str, extra: str | None) -> ModuleType:
-    """Import and return ``module``. If that fails, raise MissingExtraError with ``package`` and ``extra``."""
+    """Import and return ``module``. If it does not exist, raise MissingExtraError for ``package`` and ``extra``."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -117,10 +118,10 @@ def import_optional(module: str, package: str, extra: str | None) -> ModuleType:
 
 
 class UnsupportedModelError(DeltaTrackerError, ValueError):
-    """The model has tables or parts that cannot be tracked, read, published or compiled, or it has no table at all.
+    """The model has no tables, or has parts that cannot be tracked, read, published or compiled.
 
-    ``parts`` maps the name of each such part to its type, its optimizer or the reason. To leave these parts untracked,
-    pass their names as ``fqns_to_skip``.
+    ``parts`` maps the name of each of these parts to its type, its optimizer or the reason. To leave the parts
+    untracked, pass their names as ``fqns_to_skip``.
     """
 
     def __init__(
@@ -136,11 +137,11 @@ class UnsupportedModelError(DeltaTrackerError, ValueError):
 
 
 class UntrackedTrainingWarning(UserWarning):
-    """Tracked tables receive no updates, probably because a copy of the model is trained instead.
+    """Tracked tables are not updated, probably because a copy of the model is trained instead.
 
-    ``tables`` are the FQNs of these tables. ``num_updates`` is the number of updates of other tensors of the same size;
-    0 if neither a table nor a tensor of this size was updated in 100 batches. Ignore the warning if the program updates
-    the tracked model in another way, for example with an average of the trained model.
+    ``tables`` are the FQNs of these tables. ``num_updates`` is the number of updates of other tensors of the same size.
+    It is 0 if neither a table nor a tensor of this size was updated in 100 batches. Ignore the warning if the program
+    updates the tracked model in another way, for example by copying an average of the trained weights to it.
     """
 
     def __init__(self, tables: Iterable[str], num_updates: int) -> None:
@@ -158,7 +159,7 @@ class UntrackedTrainingWarning(UserWarning):
 
 
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
-    """The consumer is reserved for ``owner``, for example a publisher, and only the owner may read it."""
+    """The consumer is reserved for ``owner``, for example a publisher. Only the owner may read its changes."""
 
     def __init__(self, consumer: str, owner: str, remedy: str) -> None:
         super().__init__(f"consumer {consumer!r} is reserved by {owner}", remedy)
@@ -166,9 +167,9 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 
 
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
-    """A consumer needs a snapshot: its pending rows were dropped, because the log exceeded ``max_bytes``.
+    """The consumer needs a snapshot: its pending rows were dropped, because the log exceeded ``max_bytes``.
 
-    ``max_bytes`` is None if the rows were dropped in an earlier run, whose checkpoint this run has loaded.
+    ``max_bytes`` is None if an earlier run dropped the rows, and this run loaded the checkpoint of that run.
     """
 
     def __init__(self, consumer: str, max_bytes: int | None) -> None:
@@ -181,7 +182,7 @@ class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
 
 
 class StaleDeltaError(DeltaTrackerError, RuntimeError):
-    """A delta is no longer its consumer's uncommitted read: it was committed, aborted or replaced by a newer read."""
+    """The delta to commit or abort has already been committed, aborted or replaced by a newer read."""
 
     def __init__(self, consumer: str) -> None:
         remedy = "Call get_delta(commit=False) again and commit the new delta; no row was lost"
@@ -198,10 +199,10 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """A saved state is malformed, incomplete, or does not fit the object that loads it. The object is unchanged.
+    """A saved state is malformed or incomplete, or does not fit the object that loads it. The object is unchanged.
 
     ``reason`` describes the problem. ``part`` is the name of the malformed part, or None if no part is malformed.
-    ``ranks`` are the ranks whose parts are missing, if they are known.
+    ``ranks`` are the ranks whose parts are missing; empty if no part is missing or the ranks are unknown.
     """
 
     _remedy = "Load the parts of all ranks that saved it"
@@ -218,7 +219,7 @@ class CheckpointError(DeltaTrackerError, ValueError):
 class StateMismatchError(CheckpointError):
     """A saved state does not fit the object that loads it, or the parts saved by different ranks contradict each other.
 
-    ``what`` names the property that differs: its value is ``saved`` in the state, and ``found`` in the object.
+    ``what`` is the property that differs. ``saved`` is its value in the state, and ``found`` is the expected value.
     """
 
     _remedy = "Load it into an object with the same arguments"
@@ -234,12 +235,11 @@ Action = Literal["publish", "restore", "agree"]
 
 
 class RankFailedError(StreamError, RuntimeError):
-    """A collective failed because rank ``rank`` raised an error or made a different call; see ``reason``.
+    """A collective failed, because rank ``rank`` raised an error or made a different call; see ``reason``.
 
-    After a failed publish, all rows stay pending. If ``is_unknown`` is True, the version may have been published
-    nevertheless, or may appear later; in both cases, the next version follows that version. After a failed restore, the
-    model may be partly written. In this case, its forward pass raises :class:`IncompleteModelError`. If a state could
-    not be loaded on this rank, ``rank`` is this rank.
+    After a failed publish, all rows stay pending. If ``is_unknown`` is True, the version may exist nevertheless, or may
+    appear later. If it exists, the next version follows it. If a failed restore leaves the model partly written, the
+    model's forward pass raises :class:`IncompleteModelError`.
     """
 
     def __init__(self, rank: int, reason: str, action: Action = "publish", *, is_unknown: bool = False) -> None:
@@ -255,7 +255,7 @@ class RankFailedError(StreamError, RuntimeError):
 
 
 class RankLostError(StreamError, RuntimeError):
-    """A rank died, exceeded a timeout, or was interrupted; all rows stay pending. See ``reason``."""
+    """A rank died, exceeded a timeout or was interrupted; see ``reason``. All rows stay pending."""
 
     _remedy = (
         "Check that every rank makes the same calls of the Publisher, and restart the job on all ranks; a new "
@@ -270,8 +270,8 @@ class RankLostError(StreamError, RuntimeError):
 class FencedError(StreamError, RuntimeError):
     """A newer publisher has claimed the stream. This publisher is fenced and can publish no more versions.
 
-    ``generation`` is the generation of the fenced publisher, ``owner`` is the generation of the newer publisher, and
-    ``version`` is an entry of the newer publisher.
+    ``generation`` is the generation of the fenced publisher, and ``owner`` is the generation of the newer publisher.
+    ``version`` is the number of an entry that the newer publisher wrote.
     """
 
     def __init__(self, generation: int, owner: int, version: int) -> None:
@@ -283,8 +283,8 @@ class FencedError(StreamError, RuntimeError):
 class LivePublisherError(StreamError, RuntimeError):
     """The stream at ``url`` was not claimed, because its publisher may be alive.
 
-    ``generation`` is the generation of that publisher, and ``version`` is the newest version. ``seconds`` is the time
-    since its last version or heartbeat, measured with the store's clock; None if the call committed ``version``.
+    ``generation`` is the generation of that publisher, and ``version`` is its newest version. ``seconds`` is the time
+    since its last version or heartbeat, or None if it committed ``version`` during the failed call.
     """
 
     def __init__(self, url: str, generation: int, version: int, seconds: float | None = None) -> None:
@@ -295,10 +295,10 @@ class LivePublisherError(StreamError, RuntimeError):
 
 
 class UnfinishedStepError(StreamError, RuntimeError):
-    """No version was published, because a training step was incomplete; the rows stay pending.
+    """No version was published, because a training step was incomplete. The rows stay pending.
 
-    ``reason`` describes an update of rows that is in progress, or that was made after the last ``tracker.step()``.
-    Training that resumed from a version with this update would apply it twice.
+    ``reason`` describes an update of rows that is in progress, or that was made after the last ``tracker.step()``. If a
+    version contained this update, training resumed from the version would apply the update twice.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -309,7 +309,7 @@ class UnfinishedStepError(StreamError, RuntimeError):
 class RestoreMismatchError(StreamError, ValueError):
     """The saved training state does not fit this job, so nothing was restored.
 
-    ``what`` names the property that differs: its value is ``saved`` in the version, and ``found`` in this job.
+    ``what`` is the property that differs. ``saved`` is its value in the version, and ``found`` its value in this job.
     """
 
     default = "Build the job like that of the version, or pass on_model_change='continue' to restore what both have"
@@ -322,8 +322,8 @@ class RestoreMismatchError(StreamError, ValueError):
 class NotRecoverableError(StreamError, LookupError):
     """Version ``version`` of the stream at ``url`` lacks a complete training state, so nothing was restored.
 
-    ``reason`` describes what is missing. ``version`` is None on every rank if no version has been published to the
-    stream. In this case, start the job without a restore.
+    ``reason`` describes the missing state. If no version has been published to the stream, ``version`` is None on every
+    rank. In this case, start the job without a restore.
     """
 
     def __init__(self, url: str, version: int | None, reason: str) -> None:
@@ -340,8 +340,8 @@ class NotRecoverableError(StreamError, LookupError):
 class IncompleteModelError(StreamError, RuntimeError):
     """The model cannot be used, because a restore was interrupted or the model belongs to a standby.
 
-    If ``is_following`` is False, the model mixes rows of several versions: a restore of ``version`` was not completed.
-    Otherwise, a :class:`~delta_tracker.recovery.standby.Standby` has applied only the rows of ``version``.
+    If ``is_following`` is False, a restore of ``version`` was not completed, and the model may contain rows of several
+    versions. Otherwise, the model belongs to a :class:`~delta_tracker.recovery.standby.Standby` at ``version``.
     """
 
     def __init__(self, version: int, *, is_following: bool = False) -> None:
@@ -358,8 +358,8 @@ class IncompleteModelError(StreamError, RuntimeError):
 class TakeoverFailedError(StreamError, RuntimeError):
     """The takeover of the stream at ``url`` failed; see ``reason``.
 
-    If ``is_claimed`` is True, the stream was claimed with the entry ``version``. The next call completes the takeover.
-    Until then, the forward pass raises :class:`IncompleteModelError`. If ``is_claimed`` is False, nothing was
+    If ``is_claimed`` is True, the stream was claimed with the entry ``version``. Call ``take_over()`` again to
+    complete the takeover. Until then, the forward pass raises :class:`IncompleteModelError`. Otherwise, nothing was
     claimed, because ``version`` cannot be applied. ``applied`` is the last version applied by all ranks, or None.
     """
 
@@ -397,9 +397,9 @@ class StorageError(StreamError, OSError):
 
 
 class WriteRefusedError(StorageError):
-    """A write to the store at ``url`` was refused, and nothing was written; see ``reason``.
+    """The store at ``url`` refused a write, or its directory is invalid; see ``reason``. Nothing was written.
 
-    If ``name`` is not None, the store refused to create this object, although no object of this name exists. If
+    If ``name`` is not None, the store refused to create the object ``name``, although no such object exists. If
     ``name`` is None, the directory of a local store was unmounted, deleted or replaced after it was opened, or contains
     a link or a file in place of a folder. Writes succeed again once the directory is restored.
     """
@@ -418,7 +418,7 @@ class WriteRefusedError(StorageError):
 class AlteredEntryError(StorageError):
     """The entry ``name`` in the store at ``url`` differs from the bytes that the publisher sent.
 
-    The bytes were altered in transit; the version was not committed. ``xxh3`` is the hash of the stored bytes.
+    The bytes were altered in transit. The version was not committed. ``xxh3`` is the hash of the stored bytes.
     """
 
     _remedy = "Find out what alters objects on the way to the store, then try again; no row was lost"
@@ -432,9 +432,9 @@ class UnknownOutcomeError(StorageError):
     """It is unknown whether the object ``name`` exists in the store at ``url`` or will appear later; see ``reason``.
 
     If ``directory`` is None, the response to the request that creates the object was lost. Otherwise, the object of a
-    local store was written or deleted, but its directory ``directory`` could not be flushed to disk, so that a power
-    loss may undo the change. If the object is the entry of a version, readers may apply the version now or later. The
-    rows of the version stay pending. The next version follows this version if it exists.
+    local store was written or deleted, but its directory ``directory`` could not be flushed to disk. A power loss may
+    undo the change. If the object is the entry of a version, readers may apply the version now or later. The rows of
+    the version stay pending. If the version exists, the next version follows it.
     """
 
     def __init__(self, url: str, name: str, reason: str, directory: str | None = None) -> None:
@@ -451,8 +451,8 @@ class UnknownOutcomeError(StorageError):
 class LostEntryError(StorageError):
     """Another program deleted or replaced ``name``, the newest entry in the store at ``url``.
 
-    Nothing was published, because new readers could not reach a delta after the lost entry. The publisher claimed the
-    stream again, and its next version is a snapshot. ``claim`` is the JSON text of the new claim.
+    Nothing was published, because new readers could not apply a delta that follows the lost entry. The publisher
+    claimed the stream again, and its next version is a snapshot. ``claim`` is the JSON text of the new claim.
     """
 
     _remedy = "Publish again: the next version is a snapshot, from which predictors continue"
@@ -463,10 +463,10 @@ class LostEntryError(StorageError):
 
 
 class UnsupportedStoreError(StorageError):
-    """The store at ``url`` does not support ``operation``: a store over http can only read single objects.
+    """The store at ``url`` does not support ``operation``. Over http, a store only supports reads of single objects.
 
-    If ``operation`` is None, the store has no atomic operation that creates an object only if it does not exist.
-    Without it, a second publisher could replace an entry of the stream.
+    If ``operation`` is None, the store has no atomic operation that creates an object only if it does not exist. In
+    such a store, a second publisher could overwrite an entry of the stream.
     """
 
     def __init__(self, url: str, operation: str | None = None) -> None:
@@ -496,7 +496,7 @@ class StaleCacheError(StorageError):
 class UnreadablePointerError(StorageError):
     """The server at ``url`` returned invalid content for the pointer object ``name``.
 
-    ``received`` describes the content, and ``why`` the fault. The read is retried, because there may be newer versions.
+    ``received`` describes the content, and ``why`` is the reason why it is invalid. The read is retried.
     """
 
     def __init__(self, url: str, name: str, received: str, why: str) -> None:
@@ -526,9 +526,9 @@ class MalformedError(StreamError, ValueError):
 
 
 class NewerFormatError(MalformedError):
-    """The object ``path`` of a stream has the format ``found``. Only newer releases of the library can read it.
+    """The object ``path`` of a stream has the format ``found``, which only newer releases of the library can read.
 
-    ``known`` describes the formats that this release reads.
+    ``known`` describes the formats that this release can read.
     """
 
     _remedy = "Upgrade delta_tracker on this host"
@@ -542,7 +542,7 @@ class CorruptPartError(StreamError, ValueError):
     """A part is missing or truncated, or does not match its manifest; see ``path`` and ``reason``.
 
     Usually, no row of the version was applied. A part that is too large for memory is read twice, first to verify it
-    and then to apply it. If such a part changed between the two reads, some of its rows may have been applied.
+    and then to apply it. If the part changes between these reads, some of its rows may have been applied.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -552,7 +552,7 @@ class CorruptPartError(StreamError, ValueError):
 
 
 class LeftOutPartError(StreamError, LookupError):
-    """A mirror of the tables in ``tables``, names and patterns, lacks the part ``path``, which has none of them."""
+    """The part ``path`` was not mirrored, because it contains none of the mirror's ``tables`` (names or patterns)."""
 
     def __init__(self, url: str, path: str, tables: Iterable[str]) -> None:
         self.path, self.tables = path, tuple(tables)
@@ -563,7 +563,7 @@ class LeftOutPartError(StreamError, LookupError):
 
 
 class MissingVersionError(StreamError, LookupError):
-    """Version ``version`` of a stream is missing; no later version was applied. ``head`` is the newest version."""
+    """Version ``version`` of a stream is missing. No later version was applied. ``head`` is the newest version."""
 
     def __init__(self, version: int, head: int) -> None:
         remedy = f"{CONTINUE}. If you asked for this version, ask for another one"
@@ -572,7 +572,7 @@ class MissingVersionError(StreamError, LookupError):
 
 
 class NoSnapshotError(StreamError, LookupError):
-    """The stream at ``url`` has no snapshot at or below ``version``, or none at all if ``version`` is None."""
+    """The stream at ``url`` has no snapshot up to ``version``, or no snapshot at all if ``version`` is None."""
 
     def __init__(self, url: str, version: int | None = None) -> None:
         if version is None:
@@ -588,7 +588,7 @@ class NoSnapshotError(StreamError, LookupError):
 
 
 class StreamReplacedError(StreamError, RuntimeError):
-    """The stream at ``url`` was replaced after the reader had applied all or part of its version ``version``."""
+    """The stream at ``url`` was replaced by another stream after ``version`` had been applied, at least partly."""
 
     def __init__(self, url: str, version: int) -> None:
         super().__init__(f"the stream {url} is not the one of which version {version} was applied", CONTINUE)
@@ -596,7 +596,7 @@ class StreamReplacedError(StreamError, RuntimeError):
 
 
 class OlderCopyError(StreamError, RuntimeError):
-    """The log at ``url`` ends at ``newest``, before the applied ``version``: it is a lagging mirror or a backup."""
+    """The log at ``url`` is an older copy: it ends at version ``newest``, but the later ``version`` was applied."""
 
     def __init__(self, url: str, newest: int, version: int) -> None:
         super().__init__(
@@ -608,7 +608,7 @@ class OlderCopyError(StreamError, RuntimeError):
 
 
 class PinError(StreamError, RuntimeError):
-    """A pin or a release of the stream at ``url`` could not be written, or was undone; see ``reason``."""
+    """The stream at ``url`` could not be pinned, or its pin could not be released; see ``reason``."""
 
     def __init__(self, url: str, what: str, reason: str, remedy: str) -> None:
         super().__init__(f"{url} cannot be {what}: {reason}", remedy)
@@ -616,7 +616,7 @@ class PinError(StreamError, RuntimeError):
 
 
 class MirrorDivergedError(StreamError, RuntimeError):
-    """The log at ``destination`` is not a prefix of the log at ``source``; see ``reason``. Nothing was overwritten."""
+    """The logs at ``destination`` and ``source`` differ at ``version``; see ``reason``. Nothing was overwritten."""
 
     def __init__(self, source: str, destination: str, version: int, reason: str) -> None:
         remedy = "Mirror to an empty destination, or stop the program that writes to this one"
@@ -628,11 +628,11 @@ class MirrorDivergedError(StreamError, RuntimeError):
 
 
 class ModelMismatchError(StreamError, ValueError):
-    """A table or a dense tensor differs between the stream and the predictor's model; nothing was applied.
+    """A table or a dense tensor differs between the stream and the predictor's model. Nothing was applied.
 
-    ``kind`` is "table" or "dense tensor", and ``name`` is the name of this item. ``expected`` describes the item in the
-    stream, and ``found`` describes the item in the model. If the model contains no such name, ``known`` lists the names
-    in the model. ``version`` is the version that does not fit, or None if it is unknown.
+    ``kind`` is "table" or "dense tensor". ``name`` is the name of the table or dense tensor. ``expected`` describes it
+    in the stream, and ``found`` describes it in the model. If the model has no table or dense tensor ``name``,
+    ``known`` lists the names in the model. ``version`` is the version that does not fit, or None if it is unknown.
     """
 
     version: int | None = None
@@ -652,20 +652,21 @@ class ModelMismatchError(StreamError, ValueError):
         )
 
     def with_version(self, version: int) -> Self:
-        """Set :attr:`version`, the version that does not fit. Return the error."""
+        """Set :attr:`version` if it is None. Return the error."""
         if self.version is None:
             self.version, self.problem = version, f"version {version} does not fit: {self.problem}"
         return self.with_remedy(self.remedy)
 
 
 class MissingTableError(StreamError, InvalidArgumentError):
-    """A name or pattern of ``tables=[...]`` matches nothing in a snapshot. Nothing was applied or copied."""
+    """A name or pattern of ``tables=[...]`` matches no name in a snapshot. Nothing was applied or copied."""
 
 
 class PartialRowsError(StreamError, ValueError):
-    """A version contains only part of a column range that the predictor must write as a whole. Nothing was applied.
+    """A version contains only a part of the columns that the predictor must write together. Nothing was applied.
 
-    ``needed`` is this column range of ``table``. For ``num_rows`` rows, the version contains only the ranges ``found``.
+    For ``num_rows`` rows of ``table``, the version contains the column ranges ``found``. The predictor must write the
+    column range ``needed``.
     """
 
     def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:
@@ -679,7 +680,7 @@ class PartialRowsError(StreamError, ValueError):
 
 
 class HeldVersionError(StreamError, RuntimeError):
-    """A predictor's gate rejected version ``version`` for ``reason``; the tables are unchanged."""
+    """A predictor's gate rejected version ``version``; see ``reason``. The tables are unchanged."""
 
     def __init__(self, version: int, reason: str) -> None:
         remedy = f"Check the trainer; then call accept({version}) or rollback(...), or publish a good snapshot"
@@ -690,7 +691,7 @@ class HeldVersionError(StreamError, RuntimeError):
 class WaitTimeoutError(StreamError, TimeoutError):
     """``Predictor.wait`` timed out before the predictor applied the version.
 
-    ``wanted`` is the awaited version; None for any. ``version`` is the last applied version; None if there is none.
+    ``wanted`` is the version to wait for; None for any version. ``version`` is the last applied version, or None.
     """
 
     def __init__(
@@ -708,8 +709,8 @@ class FollowEndedError(StreamError, RuntimeError):
     """The background thread of ``Predictor.follow`` has ended, or exists only in the parent process.
 
     ``__cause__`` is the exception that ended the thread. It is None if this process was forked while ``follow`` ran.
-    Rows that were being written during the fork may be incomplete in this process. A copied or pickled error has no
-    ``__cause__``, but its message contains the type and text of the cause.
+    In this case, rows that were being written during the fork may be incomplete in this process. A copied or pickled
+    error has no ``__cause__``, but its message contains the type and text of the cause.
     """
 
     def __init__(self, cause: BaseException | str, remedy: str = "Call follow() again") -> None:
@@ -723,7 +724,7 @@ class FollowEndedError(StreamError, RuntimeError):
 class SinkError(StreamError, OSError):
     """The row store at ``target`` cannot be reached, read or written; see ``reason``. No stored rows are lost.
 
-    ``writer`` names the other process that writes to the store, if this is the reason for the error; otherwise None.
+    If the store already has another writer, ``writer`` describes the process of that writer. Otherwise, it is None.
     """
 
     def __init__(self, target: str, reason: str, remedy: str | None = None, *, writer: str | None = None) -> None:
@@ -733,7 +734,7 @@ class SinkError(StreamError, OSError):
 
     @classmethod
     def busy(cls, target: str, writer: str) -> Self:
-        """Return the error for a row store to which another process writes."""
+        """Return the error for the row store at ``target``, to which another process, ``writer``, already writes."""
         remedy = "Stop the other writer, or use another prefix or directory: a row store has one writer"
         return cls(target, f"{writer} is its writer", remedy, writer=writer)
 
@@ -751,7 +752,7 @@ class MalformedSinkError(StreamError, ValueError):
 
 
 def kind_of(error: BaseException) -> tuple[object, ...]:
-    """Return a key that is equal for errors of the same kind, to log repeated failures only once.
+    """Return a key that is equal for errors of the same kind. Use it to log a repeated error only once.
 
     The messages of errors of the same kind may differ, for example in the time of a request or the name of a part.
     """
@@ -778,18 +779,18 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if ``error`` is a panic of a Rust extension, determined by the name of its class."""
+    """Return True if the class name of ``error`` is that of a panic in a Rust extension."""
     return type(error).__name__ == "PanicException"
 
 
 def without_traceback(error: _Error) -> _Error:
-    """Return a copy of an error without its traceback, cause and context.
+    """Return a copy of ``error`` without its traceback, cause and context.
 
-    To keep an error, store a copy without traceback, and raise a new copy each time. A traceback keeps the variables of
-    its frames alive, for example the rows of a version, and each ``raise`` adds frames to it.
+    Use this function to keep an error for later: store a copy, and raise a new copy each time. A traceback keeps the
+    variables of its frames alive, for example the rows of a version, and each ``raise`` adds frames to it.
 
-    The cause of a :class:`FollowEndedError` is copied in the same way. If an error cannot be copied, the original is
-    returned without these references. Nested errors, for example of an ``ExceptionGroup``, only lose their tracebacks.
+    The cause of a :class:`FollowEndedError` is copied in the same way. If an error cannot be copied, its references are
+    removed, and it is returned itself. Nested errors, for example of an ``ExceptionGroup``, lose only their tracebacks.
     """
     try:
         copied = copy.copy(error)

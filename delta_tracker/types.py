@@ -1,6 +1,6 @@
 """Value types of the tracker's interface.
 
-Notation: ``N`` is the number of rows of a read, ``R`` the number of rows of a shard, ``D`` its number of columns.
+Notation: ``N`` is the number of rows of a read, and a shard has ``R`` rows and ``D`` columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("int64", "float64", "complex64"), 8),
     "complex128": 16,
 }
-"""Size in bytes of one value of each dtype, by torch's name of the dtype."""
+"""Size in bytes of one value of each dtype. The keys are the names of the dtypes in torch."""
 
 
 @cache
@@ -58,9 +58,9 @@ class TrackingMode(Enum):
     ID_ONLY = "id_only"
     """No state; :attr:`DeltaRows.states` is None."""
     EMBEDDING = "embedding"
-    """Value of the row as the consumer last received it; states ``[N, D]``."""
+    """Values of the row when the consumer last received it. The states are ``[N, D]``."""
     MOMENTUM_LAST = "momentum_last"
-    """L2 norm of the row in the first state tensor of the optimizer, such as the momentum, at the time of the read.
+    """L2 norm of the row's first optimizer state, for example of its momentum, at the time of the read.
 
     The states are ``[N]``.
     """
@@ -70,11 +70,11 @@ class TrackingMode(Enum):
     The states are ``[N]``.
     """
     ROWWISE_ADAGRAD = "rowwise_adagrad"
-    """Former name of :attr:`MOMENTUM_DIFF`, with the same behavior."""
+    """Older name for :attr:`MOMENTUM_DIFF`; both modes behave the same."""
 
     @classmethod
     def of(cls, mode: TrackingMode | str) -> TrackingMode:
-        """Return the mode called ``mode``, in upper or lower case. A :class:`TrackingMode` is returned unchanged.
+        """Return the mode called ``mode``, ignoring case. Return a :class:`TrackingMode` unchanged.
 
         Raises:
             InvalidArgumentError: if no mode has this name.
@@ -103,7 +103,7 @@ class EmbdUpdateMode(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexedLookup:
-    """Recorded lookup of one batch in one table: the ids and their states.
+    """Recorded lookup of one batch in one table, with the ids and their states.
 
     Args:
         batch_idx: index of the batch.
@@ -123,14 +123,14 @@ class IndexedLookup:
 
 @dataclass(frozen=True, slots=True, init=False)
 class TableSpec:
-    """Name, size and dtype of a whole embedding table, the same on every rank.
+    """Name, size and dtype of a whole embedding table. They are equal on all ranks.
 
     Args:
-        fqn: fully qualified name. The key of the table's weight in the model's ``state_dict`` is this name followed by
-            ``.weight``.
+        fqn: fully qualified name of the table. In the model's ``state_dict``, the key of the table's weight is
+            ``f"{fqn}.weight"``.
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
-        dtype: dtype of the weight, or its name in torch.
+        dtype: dtype of the weight, or the name of this dtype, such as ``float32``.
 
     Raises:
         InvalidArgumentError: if ``num_rows`` is negative or ``dim`` is less than 1.
@@ -165,7 +165,7 @@ class TableSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weight."""
+        """Dtype of the weight, as a torch dtype."""
         return torch_dtype(self.dtype_name)
 
     @property
@@ -184,7 +184,7 @@ class StateSpec:
     Args:
         name: name of the state, unique in its table.
         dtype: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``, or the name of one of them.
-        width: ``columns`` for one number per column, ``range`` for one number per column range of :class:`TableStates`.
+        width: ``columns`` for one number per column; ``range`` for one number per range in ``TableStates.columns``.
     """
 
     name: str
@@ -198,18 +198,18 @@ class StateSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the state."""
+        """Dtype of the state, as a torch dtype."""
         return torch_dtype(self.dtype_name)
 
 
 @dataclass(frozen=True, slots=True)
 class TableStates:
-    """States that a fused optimizer keeps for each row of a whole table, the same on every rank.
+    """Specs of the states that a fused optimizer keeps for each row of a table. They are equal on all ranks.
 
     Args:
         optimizer: FBGEMM's name of the optimizer, such as ``EXACT_ROWWISE_ADAGRAD``.
-        columns: half-open column ranges of the table's shards, ascending; they cover all columns without gaps.
-        states: states in the optimizer's order; empty if the optimizer keeps none.
+        columns: half-open column ranges of the table's shards, ascending. They cover all columns without gaps.
+        states: specs in the order of the optimizer's states; empty if the optimizer keeps no states.
     """
 
     optimizer: str
@@ -219,12 +219,12 @@ class TableStates:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Bucket of raw ids: the rows of a table that its raw ids can own, and the default row for unknown raw ids.
+    """Rows of a table that the raw ids of one bucket can own, and the default row of the bucket.
 
     Args:
-        rows: half-open range of global row ids, not empty.
-        default: global id of the row that lookups of unknown raw ids read; None if there is no such row. No raw id owns
-            this row.
+        rows: half-open range of the bucket's global row ids, not empty.
+        default: global id of the row that lookups of unknown raw ids read; None if the bucket has no default row. No
+            raw id owns the default row.
     """
 
     rows: tuple[int, int]
@@ -233,14 +233,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Rule that assigns the raw ids of a table with managed collisions to ranges of its rows.
+    """Buckets of a table with managed collisions, and the hash size that determines the bucket of each raw id.
 
     :func:`~delta_tracker.raw_ids.bucket_of` returns the bucket of a raw id.
 
     Args:
         hash_size: size of the range of raw ids that is divided evenly among the buckets, from 0 to 2**63 - 1.
-        buckets: buckets, with ascending row ranges that cover the table without gaps. Either all buckets have a default
-            row, or none of them has one.
+        buckets: buckets in ascending order. Their row ranges cover the table without gaps. Either all buckets have a
+            default row, or no bucket has one.
 
     Raises:
         InvalidArgumentError: if ``hash_size`` or ``buckets`` is invalid.
@@ -269,19 +269,19 @@ class Identity:
 
     @property
     def defaults(self) -> tuple[int, ...]:
-        """Default rows of the buckets; empty if the buckets have no default row."""
+        """Global ids of the buckets' default rows; empty if the buckets have no default rows."""
         return tuple(bucket.default for bucket in self.buckets if bucket.default is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """Block of a table that one rank holds: one range of rows and one or more ranges of columns.
+    """Block of a table that one rank holds, with one range of rows and one or more ranges of columns.
 
-    A rank without a shard of the table has ``num_rows == 0`` and no columns.
+    If the rank holds no block of the table, ``num_rows`` is 0 and ``columns`` is empty.
 
     Args:
-        table: the whole table.
-        row_offset: global id of local row 0.
+        table: spec of the whole table.
+        row_offset: global id of the block's first row.
         num_rows: number of rows of the block, ``R``.
         columns: half-open column ranges of the block, ascending and disjoint.
         is_replicated: True if every rank holds the same block (DATA_PARALLEL). Only rank 0 publishes it.
@@ -316,7 +316,7 @@ class ShardSpec:
             raise InvalidArgumentError("ShardSpec", (self.row_offset, self.num_rows, self.columns), remedy)
 
     def check_ids(self, ids: Tensor) -> None:
-        """Raise InvalidArgumentError unless ``ids`` are ``[N]`` integers from 0 to ``num_rows - 1``."""
+        """Raise InvalidArgumentError unless ``ids`` is a ``[N]`` tensor of integers from 0 to ``num_rows - 1``."""
         import torch  # noqa: PLC0415  the other types are used without it
 
         if not isinstance(ids, torch.Tensor):
@@ -344,7 +344,7 @@ class DeltaRows:
             used ``with_states=False``.
         values: ``[N, D]`` values of the rows at the time of the read, in the table's dtype, columns in the order of
             ``shard.columns``; None unless the read used ``with_values=True``.
-        shard: block that holds the rows; None if ``ids`` are not local to a shard.
+        shard: block of the table that contains the rows; None if ``ids`` are not local to a shard.
         known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None if the
             mode keeps no old states or the read used ``with_states=False``.
         optimizer: states of the fused optimizer for the rows, in the optimizer's order; empty unless the read used
@@ -352,11 +352,11 @@ class DeltaRows:
             ``S`` column ranges.
         raw_ids: ``[N]`` int64 raw id that owned each row at the time of the read, 2**63 - 1 if no raw id owned it. None
             for a table without managed collisions.
-        admitted: ``[N]`` int64 raw id that owns each row but did not own it when the consumer last received the row,
-            otherwise 2**63 - 1. None for a table without managed collisions.
-        evicted: ``[N]`` int64 raw id that owned each row when the consumer last received it but no longer owns it,
-            otherwise 2**63 - 1. None for a table without managed collisions. After a restore or a reshard, the previous
-            raw id may be unknown. The row is then treated as previously unowned.
+        admitted: ``[N]`` int64 new owner of each row: the raw id that owned the row at the time of the read, but not
+            when the consumer last received it; otherwise 2**63 - 1. None for a table without managed collisions.
+        evicted: ``[N]`` int64 previous owner of each row: the raw id that owned the row when the consumer last received
+            it, but not at the time of the read; otherwise 2**63 - 1. None for a table without managed collisions. After
+            a restore or a reshard, the previous owner may be unknown. The row is then treated as previously unowned.
 
     Raises:
         InvalidArgumentError: if ``ids`` are not ``[N]`` int64, or ``states``, ``values``, ``raw_ids``, ``admitted`` or
@@ -398,15 +398,15 @@ class DeltaRows:
 
 
 class Delta(Mapping[str, DeltaRows]):
-    """Mapping from table FQN to the :class:`DeltaRows` of one read. Every tracked table is a key.
+    """Result of a read: a mapping from the FQN of each tracked table to the table's :class:`DeltaRows`.
 
     Args:
-        rows: table FQN to the changed rows.
+        rows: mapping from table FQN to the changed rows.
         consumer: name of the consumer.
         start: position in the change log at which the read starts; equal to the consumer's cursor.
         stop: position in the change log at which the read ends. A commit moves the cursor to this position.
-        batches: half-open range of ``step()`` counts that the read covers.
-        left_out: table FQN to the changed rows that top-k left out; a commit keeps them pending.
+        batches: half-open range of the batches that the read covers, counted in calls of ``step()``.
+        left_out: mapping from table FQN to the changed rows that top-k left out. These rows stay pending.
 
     Example:
         >>> import torch
@@ -435,7 +435,7 @@ class Delta(Mapping[str, DeltaRows]):
         self._rows = MappingProxyType(dict(rows))
         held_back = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
         self.held_back = MappingProxyType(held_back)
-        """Rows of :attr:`left_out` without a copy. Do not modify the tensors: the tracker shares them."""
+        """Same rows as :attr:`left_out`, but not copied. Do not modify the tensors: the tracker shares them."""
         self._left_out: Mapping[str, ChangedRows] | None = None
         self.consumer = consumer
         self.start = start
@@ -452,7 +452,7 @@ class Delta(Mapping[str, DeltaRows]):
         return len(self._rows)
 
     def items(self) -> ItemsView[str, DeltaRows]:
-        """Return a view of the (table FQN, rows) pairs. This view is faster than the default one of ``Mapping``."""
+        """Return a view of the pairs of table FQN and rows. It is faster than the view that ``Mapping`` provides."""
         return self._rows.items()
 
     @property
@@ -481,15 +481,15 @@ class Delta(Mapping[str, DeltaRows]):
 class Memory:
     """Memory usage of a tracker on this rank, in bytes.
 
-    Buffers that all trackers of a process share (up to 1 GiB) and memory for 2D parallelism are not included.
+    The sizes do not include memory for 2D parallelism, and up to 1 GiB of buffers that all trackers in a process share.
 
     Args:
         log_bytes: size of the change log: sets of changed rows, old states on the device and in pinned host memory, and
             ids of updates in progress.
-        copy_bytes: size of the copies that reads compare with the model: shards without a fused optimizer, and the raw
-            id of each row (8 bytes) in tables with managed collisions.
-        carried_bytes: size of the pending rows outside the log: rows that top-k left out, rows loaded with a state, and
-            rows marked as pending for one consumer only.
+        copy_bytes: size of the copies that reads compare with the model. The tracker copies the shards without a fused
+            optimizer, and the raw id of each row (8 bytes) in tables with managed collisions.
+        carried_bytes: size of the pending rows outside the log: rows that top-k left out, rows from a loaded state, and
+            rows that are pending for a single consumer only.
 
     Example:
         >>> Memory(log_bytes=125, copy_bytes=0, carried_bytes=16)  # what tracker.memory() returns
