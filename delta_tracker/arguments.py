@@ -31,7 +31,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_type(argument: str, value: object, kind: type, example: str) -> None:
-    """Raise InvalidArgumentError unless ``value`` is None or a ``kind``. The message suggests ``example``."""
+    """Raise InvalidArgumentError unless ``value`` is None or of type ``kind``. The message suggests ``example``."""
     if value is not None and not isinstance(value, kind):
         raise InvalidArgumentError(argument, value, f"Pass a value such as {example}, or None")
 

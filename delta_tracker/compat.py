@@ -96,7 +96,7 @@ class Trackers(Enum):
 
 @dataclass
 class IndexedLookup:
-    """Recorded lookup of one batch in one table; see :meth:`DeltaStoreTrec.get_indexed_lookups`.
+    """Recorded lookup of one batch in one table, returned by :meth:`DeltaStoreTrec.get_indexed_lookups`.
 
     Args:
         batch_idx: index of the batch.
@@ -393,9 +393,9 @@ def patch_torchrec() -> TorchrecPatch:
     ``curr_batch_idx``, a publisher's cadence in batches and the ``max_age`` of top-k advance by 2 for each batch, and a
     publisher rejects the data position that was passed to ``attach_data``.
 
-    A publisher with ``recovery=`` requires that the tracker's ``step()`` is called between the update and the
-    publisher's ``step()``. Create its tracker with the function :func:`init_torchrec_delta_tracker`, so that only the
-    program calls the tracker's ``step()``.
+    If a publisher has ``recovery=``, the program must call the tracker's ``step()`` after the update and before the
+    publisher's ``step()``. Create the publisher's tracker with the function :func:`init_torchrec_delta_tracker`, so
+    that only the program calls the tracker's ``step()``.
 
     Example:
         >>> patch_torchrec().remove()

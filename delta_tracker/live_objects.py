@@ -12,10 +12,10 @@ from delta_tracker.errors import UncopyableError
 
 
 class Trained(Protocol):
-    """Interface of an object that contains tables in training and reports their memory to :func:`trained_memory`."""
+    """Interface of an object that reports the memory of tables in training to :func:`trained_memory`."""
 
     def spans(self) -> set[tuple[str, int, int]]:
-        """Return the memory blocks as ``(device, start address, end address)``; no blocks once training has ended."""
+        """Return the memory blocks as ``(device, start address, end address)``. The set is empty after training."""
 
 
 _TRAINED: weakref.WeakValueDictionary[int, Trained] = weakref.WeakValueDictionary()
@@ -30,7 +30,7 @@ def announce_training(trained: Trained) -> None:
 
 
 def num_announced() -> int:
-    """Return the number of calls of :func:`announce_training`, to detect that :func:`trained_memory` may differ."""
+    """Return the number of :func:`announce_training` calls. If it increases, call :func:`trained_memory` again."""
     return _announced[0]
 
 
@@ -44,7 +44,7 @@ class Uncopied:
     """Base class of objects that can be neither pickled nor copied.
 
     ``pickle``, ``torch.save``, ``copy.copy`` and ``copy.deepcopy`` raise
-    :class:`~delta_tracker.errors.UncopyableError` with the ``remedy`` that is passed when the class is derived.
+    :class:`~delta_tracker.errors.UncopyableError`. The class argument ``remedy`` of a subclass is the error's remedy.
     """
 
     _remedy: ClassVar[str]
@@ -77,7 +77,7 @@ class Forkable(ABC):
     def after_fork_in_child(self) -> None:
         """Replace the object's locks in the child process.
 
-        Threads of the parent process that do not exist in the child may have held the locks.
+        Other threads of the parent process may have held the locks. These threads do not exist in the child.
         """
 
 

@@ -15,7 +15,7 @@ from delta_tracker.rows import copy_from_host, put_pieces, to_device
 
 @runtime_checkable
 class RowTarget(Protocol):
-    """Interface through which a predictor writes rows to the block of a table that is in this process.
+    """Interface through which a predictor writes rows to this process's block of a table.
 
     Derive from this class if the rows of a table are not stored in tensors.
 
