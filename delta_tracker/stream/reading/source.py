@@ -136,7 +136,8 @@ class Sources:
     """All stores of one stream. A reader normally reads only the current one.
 
     Pass urls or stores in the order of preference. After a failure, a source other than the current one is not read for
-    30 s. Each further failure doubles this time, up to 300 s. Raises InvalidArgumentError if there is no url or a url is given twice.
+    30 s. Each further failure doubles this time, up to 300 s. Raises InvalidArgumentError without a url, or if a url is
+    given twice.
     """
 
     def __init__(

@@ -104,8 +104,8 @@ class Store(ABC):
     :class:`~delta_tracker.stream.storage.storage.Storage` checks an object's name, calls these methods, and converts
     OSError and obstore's errors to :class:`StorageError`. A write must not be visible before it is complete, and must
     be durable when the call returns, but deletions may become durable only at :meth:`sync`. A read-only store
-    (``is_read_only``) implements only :meth:`read` and :meth:`stat`. The attributes are those of
-    :class:`~delta_tracker.stream.storage.storage.Storage`.
+    (``is_read_only``) implements only :meth:`read` and :meth:`stat`. Raise OSError for the errors of another client.
+    The attributes are those of :class:`~delta_tracker.stream.storage.storage.Storage`.
     """
 
     url: str
