@@ -57,8 +57,8 @@ class Aggregate:
 
     Attributes:
         total: weighted sum of the accepted numbers, exact for integers.
-        weight: sum of the weights, equal to ``count`` for unweighted numbers. The mean is ``total / weight``.
-        min: smallest accepted number; NaN if unknown, as for stats such as ``DeviceMean``, which record only sums.
+        weight: sum of the weights. Unweighted numbers have the weight 1. The mean is ``total / weight``.
+        min: smallest accepted number; NaN if unknown. For example, ``DeviceMean`` does not record it.
         max: largest accepted number; NaN if unknown.
         last: newest accepted number; NaN if unknown.
         num_rejected: number of rejected values: NaN, infinity, and negative numbers if ``is_counter`` is True.
@@ -83,7 +83,7 @@ class Aggregate:
         return self.count + self.num_rejected
 
     def extend(self, values: list[float]) -> list[float]:
-        """Add numbers, and return the accepted ones. Never raises; counts rejected numbers in ``num_rejected``."""
+        """Add ``values`` and return the accepted numbers. Rejected values are counted. Never raises."""
         numbers = self._accepted(values)
         if not numbers:
             return numbers
@@ -100,7 +100,7 @@ class Aggregate:
         return numbers
 
     def merge(self, newer: Self) -> None:
-        """Add the aggregates of ``newer`` to this object. Set ``last`` to ``newer.last`` unless the latter is NaN."""
+        """Add the numbers of ``newer`` to this aggregate. A ``newer.last`` of NaN does not replace ``last``."""
         self.num_rejected += newer.num_rejected
         if self._squares is not None and newer._squares is not None:
             self._add_spread(newer._num_spread, newer._mean, newer._squares)
@@ -110,7 +110,7 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """Return the aggregate named ``aggregation``, such as ``p95``; None for ``histogram`` or an undefined value."""
+        """Return the value of ``aggregation``, such as ``"p95"``. Return None if undefined, or for ``"histogram"``."""
         fraction = quantile_of(aggregation)
         if fraction is not None:
             return self._quantile(fraction)
@@ -179,7 +179,7 @@ def _sum(numbers: Sequence[float]) -> float:
 
 
 def plain_number(value: Any) -> float:  # noqa: ANN401  users pass anything
-    """Convert ``value`` to an int or float. Return NaN for a tensor on a device or an object that is not a number.
+    """Convert ``value`` to an int or float. Return NaN if it is not a number, or is a tensor outside the CPU.
 
     Never raises or waits for a device. Integers in arrays and CPU tensors are converted exactly.
     """

@@ -51,8 +51,8 @@ class LogBuckets:
     Merging is associative and commutative. Only nonzero counts are stored, at most 6401.
 
     Attributes:
-        positive: number of positive numbers in each bucket, by bucket index.
-        negative: number of negative numbers in each bucket, by bucket index.
+        positive: counts of positive numbers, keyed by bucket index.
+        negative: counts of negative numbers, keyed by bucket index.
         zero: number of zeros.
 
     Example:
@@ -86,7 +86,7 @@ class LogBuckets:
 
     @property
     def count(self) -> int:
-        """Number of values in the histogram."""
+        """Total number of values in the histogram."""
         return self.positive.total() + self.negative.total() + self.zero
 
     def quantile(self, fraction: float) -> float:
@@ -117,7 +117,7 @@ class LogBuckets:
         ]
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """Return how many counted numbers are less than or equal to each of ``bounds``.
+        """Return, for each of ``bounds``, the number of counted values that are less than or equal to the bound.
 
         ``bounds`` are powers of ``2**(1 / 32)`` in ascending order. The result is exact for numbers whose magnitude is
         above :data:`MIN` and at most :data:`MAX`.

@@ -1,4 +1,4 @@
-"""Report that the collector delivers to the sinks at each collection, and its parts: reports of windows and totals."""
+"""Reports that the collector delivers to sinks: the report of a collection contains reports of windows and totals."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class WindowReport:
         values: aggregates by name, such as ``mean``. Undefined aggregates are omitted.
         count: number of accepted records in the window.
         num_rejected: number of rejected records in the window, such as NaN.
-        window: closed window, with its times, its step and a sample of its records.
+        window: closed window, including its times, step and sample of records.
     """
 
     definition: Definition
@@ -34,12 +34,12 @@ class WindowReport:
 
     @property
     def buckets(self) -> LogBuckets | None:
-        """Histogram of the window's records; None if its aggregations include neither histogram nor quantiles."""
+        """Histogram of the window's records; None if the stat reports neither a histogram nor quantiles."""
         return self.window.aggregate.buckets
 
     @classmethod
     def of(cls, definition: Definition, labels: Labels, policy: Policy, window: ClosedWindow) -> "WindowReport":
-        """Return the report of a closed window, with the aggregations of ``policy``."""
+        """Return a report of ``window`` that contains the aggregations selected by ``policy``."""
         figures = {name: window.aggregate.value(name) for name in policy.aggregations if name != "histogram"}
         if window.aggregate.count == 0 and policy.when_empty == "zero":
             figures = dict.fromkeys(figures, 0)
@@ -53,8 +53,8 @@ class TotalReport:
 
     Args:
         figures: aggregate of the records. The sum of a logical counter includes the total restored from a checkpoint.
-        function: function passed to ``Gauge.set_function()``. It returns the current value, or None for no data. This
-            argument is None if no function is set.
+        function: function passed to ``Gauge.set_function()``, which returns the current value, or None for no data.
+            This argument is None if no function was set.
     """
 
     definition: Definition
@@ -65,10 +65,9 @@ class TotalReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionReport:
-    """Report of one collection.
+    """Windows, totals and events of one collection.
 
-    The report that a sink receives also contains the windows and events of earlier collections that this sink has not
-    accepted yet.
+    If the delivery to a sink fails, the next report for this sink also contains the undelivered windows and events.
 
     Args:
         time_ns: time of the collection, in nanoseconds since the epoch.

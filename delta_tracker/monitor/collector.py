@@ -1,4 +1,4 @@
-"""Collector that periodically reads all stats and delivers windows, totals and events."""
+"""Collector that periodically reads all stats and delivers windows, totals and events to sinks and handlers."""
 
 import contextlib
 import logging
@@ -30,7 +30,7 @@ class _Wake(Enum):
 
 
 class Collector:
-    """Collector of a monitor's stats and events, which delivers them to sinks and handlers in background threads.
+    """Background threads that read a monitor's stats and events and deliver them to sinks and handlers.
 
     After :meth:`start`, one thread collects periodically. A second thread calls sinks, handlers and callbacks. If a
     call exceeds the deadline, a new thread replaces the second thread.
@@ -65,7 +65,7 @@ class Collector:
     def after_fork(self) -> None:
         """Call ``after_fork()`` on each sink, then remove all sinks. Called in a forked child.
 
-        Exceptions are counted but not logged: a thread of the parent may have held a lock of the logging module.
+        Exceptions are counted but not logged, because the parent may have held a lock of the logging module.
         """
         for sink in (sink_queue.sink for sink_queue in self._sinks):
             try:
@@ -98,7 +98,7 @@ class Collector:
     def stop(self, timeout_seconds: float) -> bool:
         """Collect one last time, close the sinks and end both threads. No-op if the collector is not running.
 
-        Returns False if this takes longer than ``timeout_seconds``. The threads may then still be running.
+        Returns False if this takes longer than ``timeout_seconds``. In this case, the threads may still be running.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -112,7 +112,7 @@ class Collector:
         return is_done
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Collect now, and wait for the delivery to the sinks. Return False on timeout."""
+        """Collect now and wait until the sinks were called. Return False on timeout."""
         if self._thread is None:
             self.collect()
             return True
@@ -121,13 +121,13 @@ class Collector:
         return is_done.wait(timeout_seconds)
 
     def wake(self) -> None:
-        """Request the delivery of queued events to the handlers. May be called in any thread and in signal handlers."""
+        """Request delivery of queued events to the event handlers. Safe in any thread and in signal handlers."""
         if not self._is_woken:
             self._is_woken = True
             self._wakeups.put(_Wake.EVENTS)
 
     def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> CollectionReport:
-        """Read all sources and stats, call the event handlers, deliver a report to the sinks and return it.
+        """Read all sources and stats, call the event handlers, deliver a report to the sinks and return the report.
 
         Args:
             is_last: True to close all windows, and to call all sinks, including muted ones.

@@ -1,4 +1,4 @@
-"""Events with a name, a message, flat data and a severity; and spans: ranges of time between two events."""
+"""Events, and spans, which emit an event when a section of the program starts and another when it ends."""
 
 import contextvars
 import hashlib
@@ -21,7 +21,7 @@ from delta_tracker.monitor.names import check_stat_name, encodable
 
 _logger = logging.getLogger(__name__)
 Value = str | int | float | bool
-"""Value in an event's data. Nested values are not supported, because not every sink could export them."""
+"""Type of the values in an event's data. Nested values are not supported, because some sinks cannot export them."""
 
 _RANK_BITS, _COUNT_BITS = 16, 48
 _TRACE_BITS = 128
@@ -40,7 +40,7 @@ class Severity(IntEnum):
 
 
 class Phase(StrEnum):
-    """Role of an event in a span. A span is a timed section of the program."""
+    """Whether an event starts a span, ends a span, or does neither. A span is a timed section of the program."""
 
     INSTANT = "instant"
     """Event without a duration."""
@@ -81,12 +81,12 @@ def renew_ids() -> None:
 
 
 CURRENT_SPAN: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("CURRENT_SPAN", default=(0, 0))
-"""Ids of the current span and of its trace, which is a group of related spans; 0 outside of spans."""
+"""Id of the current span and id of the trace that contains it. Both are 0 outside a span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event with a name, a message, flat data and a time.
+    """Named event with a message, data, a severity and a time.
 
     Surrogate characters in the message and in the data are replaced by escape sequences.
 
@@ -96,16 +96,16 @@ class Event:
         data: values by name, each a str, int, float or bool.
         severity: severity of the event.
         time_ns: wall-clock time, nanoseconds since the epoch.
-        monotonic_ns: time of the host's monotonic clock in nanoseconds, from which durations are computed.
+        monotonic_ns: time of the host's monotonic clock in nanoseconds. Use it to compute durations.
         id: 64-bit id, unique across ranks.
-        span: id of the span that contains the event, or that the event starts or ends; 0 outside a span.
+        span: id of the span that the event starts, ends or belongs to; 0 outside a span.
         parent: id of the parent span; 0 if there is none.
-        trace: 128-bit id shared by all related spans and their events; 0 outside a span.
-        phase: role of the event in ``span``.
+        trace: 128-bit id of the trace, which is a group of related spans; 0 outside a span.
+        phase: whether the event starts ``span``, ends ``span``, or does neither.
 
     Raises:
-        InvalidArgumentError: for an invalid name, an unknown severity, nested data, an id that is out of range, or an
-            event that starts or ends a span but whose ``span`` or ``trace`` is 0.
+        InvalidArgumentError: if ``name``, ``severity``, ``data`` or an id is invalid, or if ``span`` or ``trace`` is 0
+            for an event that starts or ends a span.
     """
 
     name: str
@@ -170,7 +170,7 @@ def trace_of(run_id: str, number: int) -> int:
 def launched_run_id() -> str:
     """Return the id of the training run from ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
 
-    If neither is set, return a random id, and log a warning if there are several ranks.
+    If neither environment variable is set, return a random id. With several ranks, also log a warning in this case.
     """
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         found = os.environ.get(name, "")
@@ -183,15 +183,15 @@ def launched_run_id() -> str:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Span:
-    """Named range of time that emits one event at its start and another at its end.
+    """Timed section of the program that emits an event when it starts and another when it ends.
 
     Created by :meth:`~delta_tracker.monitor.monitor.Monitor.span`. Use the span in a ``with`` statement, or call
-    :meth:`start` and :meth:`stop`. Events emitted inside the span have its id as :attr:`Event.span`. The parent is the
-    enclosing span of the same thread or task. If the body of the ``with`` statement raises, the end event has severity
-    ERROR and the exception's type as ``data["error"]``.
+    :meth:`start` and :meth:`stop`. Events emitted inside the span store its id in :attr:`Event.span`. The parent is the
+    enclosing span of the same thread or task. If the body of the ``with`` statement raises an exception, the end event
+    has severity ERROR, and ``data["error"]`` is the name of the exception's type.
 
     Args:
-        severity: severity of both events. If the body raises, the end event has severity ERROR instead.
+        severity: severity of both events.
         trace: 128-bit id of the trace, see :func:`trace_of`. None to use the trace of the parent, or a new random trace
             if there is no parent.
     """
@@ -208,7 +208,7 @@ class Span:
     id: int = field(default=0, init=False)
 
     def start(self) -> Self:
-        """Emit the begin event, make this span the current one, and return it."""
+        """Emit the begin event, make this span the current span, and return this span."""
         self.id = new_id()
         self._parent, trace = CURRENT_SPAN.get()
         if self._trace is None:
@@ -219,9 +219,10 @@ class Span:
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Emit the end event, and make the parent (if any) the current span again. No-op if already stopped.
+        """Emit the end event, and restore the current span to its value before :meth:`start`.
 
-        Call it in the thread or task that called :meth:`start`. ``error`` is the exception that ended the span, if any.
+        Call it in the thread or task that called :meth:`start`. No-op if the span is already stopped. ``error`` is the
+        exception that ended the span; None if the span ended normally.
         """
         if self._token is None:
             return

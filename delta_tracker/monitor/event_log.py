@@ -1,4 +1,4 @@
-"""Queue of events, limits on events, and subscriptions of event handlers."""
+"""Queue of emitted events, limits on their severity and rate, and subscriptions of event handlers."""
 
 import random
 import time
@@ -29,12 +29,12 @@ class EventRule:
 
     Args:
         severity: minimum accepted severity.
-        per_second: maximum average number of events per second for each event name. Bursts of up to ten times this
-            number are accepted.
+        per_second: maximum average number of events per second for each event name. Bursts may contain up to ten
+            times this number.
         sample: fraction of events to accept. The events are chosen at random.
 
     Raises:
-        InvalidArgumentError: for a rate of 0 or less, or a fraction outside (0, 1].
+        InvalidArgumentError: if ``per_second`` is 0 or less, or if ``sample`` is outside (0, 1].
     """
 
     severity: Severity = Severity.DEBUG
@@ -107,7 +107,7 @@ class Subscription:
         return bool(self._waiting)
 
     def queue(self, events: Sequence[Event]) -> None:
-        """Queue the events that match the subscription. If the queue is then too long, drop its oldest events."""
+        """Queue the events that match the subscription. If the queue exceeds its capacity, drop the oldest events."""
         self._waiting.extend(
             event for event in events if event.severity >= self._severity and fnmatchcase(event.name, self._pattern)
         )
@@ -115,10 +115,10 @@ class Subscription:
             self._log.dropped("unhandled")
 
     def call_handler(self, until: float) -> None:
-        """Call the handler with the queued events, oldest first, until ``time.monotonic()`` reaches ``until``.
+        """Call the handler with each queued event, oldest first, until ``time.monotonic()`` reaches ``until``.
 
-        Delivers at least one event unless the queue is empty. The remaining events stay queued. If the handler raises,
-        the error propagates, and the event is not delivered again.
+        Delivers at least one event unless the queue is empty. The remaining events stay queued. An exception in the
+        handler propagates to the caller, and the event is not delivered again.
         """
         event = self._next()
         while event is not None:
@@ -126,7 +126,7 @@ class Subscription:
             event = self._next() if time.monotonic() < until else None
 
     def remove(self) -> None:
-        """Unsubscribe the handler. No-op if it is already unsubscribed."""
+        """Unsubscribe the handler. No-op if the handler is already unsubscribed."""
         self._log.subscriptions = tuple(each for each in self._log.subscriptions if each is not self)
 
     def _next(self) -> Event | None:
@@ -136,19 +136,19 @@ class Subscription:
 
 
 class EventLog:
-    """Queue of events from all threads, for the collector. Adding an event never blocks or raises.
+    """Queue in which threads put events for the collector. Adding an event never blocks or raises.
 
     Args:
         capacity: maximum number of queued events. Adding an event to a full queue drops the oldest event.
-        dropped: function called for each dropped event with the reason: ``severity``, ``sample``, ``rate``,
-            ``overrun`` or ``unhandled``.
-        wake: function called after each event that is added to the queue.
+        dropped: function called for each dropped event. Its argument is the reason: ``severity``, ``sample``,
+            ``rate``, ``overrun`` or ``unhandled``.
+        wake: function called after an event is added to the queue.
 
     Attributes:
         subscriptions: all current subscriptions.
 
     Raises:
-        InvalidArgumentError: for a capacity below 1.
+        InvalidArgumentError: if ``capacity`` is below 1.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class EventLog:
         self.subscriptions: tuple[Subscription, ...] = ()
 
     def emit(self, event: Event) -> None:
-        """Queue an event, or drop it if the rule for its name rejects it."""
+        """Queue ``event``, or drop it if the rule for its name rejects it."""
         gate = self._gates.get(event.name) or self._gate(event.name)
         refusal = gate.refusal(event, self._clock.monotonic_ns())
         if refusal is not None:
@@ -181,7 +181,7 @@ class EventLog:
         self._wake()
 
     def rule(self, pattern: str, rule: EventRule) -> None:
-        """Set the rule for events whose names match a shell pattern. If several rules match, the last one applies."""
+        """Set the rule for events whose names match a shell pattern. If several rules match, the newest applies."""
         self._rules = {**{key: old for key, old in self._rules.items() if key != pattern}, pattern: rule}
         self._gates = {}
 

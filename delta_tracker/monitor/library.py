@@ -6,8 +6,8 @@ Each tracker, publisher and predictor records these metrics through its own
     recorder.published_rows.cell(table=fqn).add(len(rows))
 
 A cell contains the records with the same label values. A cell of a counter is exported as 0 until its first increment.
-Cells of counters of faults are created at start-up, for example with ``recorder.resyncs.cell(reason="gap")``, so that
-alerts detect the first increment.
+For counters of faults, the cells are created at start-up, for example with ``recorder.resyncs.cell(reason="gap")``, so
+that alerts detect the first increment.
 
 Names follow the conventions of Prometheus (https://prometheus.io/docs/practices/naming/): they start with a prefix and
 end with the unit. The Prometheus sinks append ``_total`` to the names of counters.
@@ -50,7 +50,7 @@ _seconds = partial(_Metric[Histogram], Kind.HISTOGRAM, unit="seconds")
 
 
 class LibraryMetrics:
-    """Built-in metrics as attributes. The first access to an attribute registers the metric.
+    """Container whose attributes are the built-in metrics. The first access to an attribute registers the metric.
 
     Example:
         >>> metrics = LibraryMetrics(Registry())
@@ -152,4 +152,4 @@ class LibraryMetrics:
 DEFINITIONS: dict[str, Definition] = {
     name: each.definition for name, each in vars(LibraryMetrics).items() if isinstance(each, _Metric)
 }
-"""Definition of each built-in metric by attribute name."""
+"""Definitions of the built-in metrics, keyed by attribute name of :class:`LibraryMetrics`."""

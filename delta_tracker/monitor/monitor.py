@@ -31,8 +31,8 @@ class Monitor(Forkable):
     """Entry point for recording metrics and events and delivering them to sinks. Thread-safe.
 
     Metrics (called stats) and events can be recorded at any time. :meth:`start` starts two threads: one collects
-    periodically, the other calls sinks, event handlers and callbacks of stats. :meth:`stop`, which is also called at
-    exit, collects once more. In a forked child, the monitor stops and discards all records, events and sinks.
+    periodically, and the other calls sinks, event handlers and callbacks of stats. :meth:`stop` collects once more. It
+    is also called at exit. In a forked child, the monitor stops and discards all records, events and sinks.
 
     Args:
         clock: source of timestamps.
@@ -67,8 +67,8 @@ class Monitor(Forkable):
     def counter(self, name: str, help: str = "", **options: Any) -> Counter:  # noqa: A002, ANN401
         """Define and return a counter: a total that only increases. The arguments are the same as in :meth:`stat`.
 
-        Pass ``is_logical=True`` if the counter describes the training run, not the process. Logical counters are saved
-        in checkpoints; see :mod:`~delta_tracker.monitor.state`.
+        Pass ``is_logical=True`` if the counter describes the training run rather than the process. Logical counters are
+        saved in checkpoints; see :mod:`~delta_tracker.monitor.state`.
         """
         return cast("Counter", self._define(Kind.COUNTER, name, help, options))
 
@@ -93,7 +93,7 @@ class Monitor(Forkable):
                 :class:`~delta_tracker.monitor.policy.Policy`, for example ``aggregations`` and ``window``.
 
         Raises:
-            InvalidArgumentError: for an invalid name or option, or if ``name`` has a different definition.
+            InvalidArgumentError: for an invalid name or option, or if ``name`` is already defined differently.
         """
         return self._define(Kind.STAT, name, help, options)
 
@@ -112,15 +112,15 @@ class Monitor(Forkable):
 
         Args:
             name: unique name; dots separate namespaces.
-            callback: function that returns a number, a mapping of label values to numbers (with tuples as keys if there
-                are several labels), or None for no data. For a counter, the numbers are totals since the start.
+            callback: function that returns a number, a mapping of label values to numbers, or None for no data. With
+                several labels, the keys are tuples of label values. For a counter, the numbers are running totals.
             help: description of the stat in one sentence.
             kind: kind of the stat, such as ``Kind.GAUGE``.
             options: the same options as in :meth:`stat`.
 
         Raises:
-            InvalidArgumentError: for an invalid name or option, or if ``name`` has a different definition or already
-                has a callback.
+            InvalidArgumentError: for an invalid name or option, or if ``name`` is already defined differently or
+                already has a callback.
         """
         check_function("callback", callback, "queue.qsize")
         stat = self._define(kind, name, help, options)
@@ -138,7 +138,7 @@ class Monitor(Forkable):
         self.registry.add_source(source)
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401
-        """Change the policy of matching stats; see :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
+        """Change the policy of all matching stats; see :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
         return self.registry.configure(pattern, **settings)
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
@@ -178,7 +178,7 @@ class Monitor(Forkable):
     def span(
         self, name: str, /, *, severity: Severity = Severity.INFO, trace: int | None = None, **data: Value
     ) -> Span:
-        """Return a span: a named range of time that emits one event at its start and another at its end.
+        """Return a span: a timed section of the program that emits an event when it starts and another when it ends.
 
         Use the span as a context manager, or call its methods ``start()`` and ``stop()``.
 
@@ -186,10 +186,10 @@ class Monitor(Forkable):
             name: name of both events.
             severity: severity of both events. The end event has severity ERROR if the body of the ``with``
                 statement raises.
-            trace: number, such as the step, that groups related spans in one trace. To group spans of all ranks, pass
-                the same number on all ranks, and the same ``run_id`` to :meth:`start`. None to use the trace of the
-                enclosing span, or a new trace if there is no enclosing span.
-            data: values by name to store in both events.
+            trace: number, for example the step. Spans with the same number belong to the same trace. If all ranks pass
+                the same ``run_id`` to :meth:`start`, this includes spans of different ranks. None to use the trace of
+                the enclosing span, or a new trace if there is no enclosing span.
+            data: values by name, stored in both events.
         """
         trace_id = None if trace is None else trace_of(self._run(), trace)
         return Span(self.emit, self._clock, name, data, severity, trace_id)
@@ -211,9 +211,9 @@ class Monitor(Forkable):
         return self.events.subscribe(pattern, handler, severity)
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
-        """Limit the events whose names match a shell pattern by severity, rate or random sampling.
+        """Set limits for events whose names match a shell pattern: a minimum severity, a rate or a sampling fraction.
 
-        If several patterns match a name, only the limits of the last call apply.
+        If several patterns match a name, only the limits of the newest call apply.
 
         Args:
             pattern: shell pattern of event names.
@@ -228,9 +228,9 @@ class Monitor(Forkable):
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the current training step, which windows report, to ``number``. None increments the step by 1.
+        """Set the training step that windows report. If ``number`` is None, increment the step by 1.
 
-        Raises InvalidArgumentError if ``number`` is not a nonnegative integer.
+        Raises InvalidArgumentError if ``number`` is neither None nor a nonnegative integer.
         """
         if number is not None:
             check_count("number", number, least=0)
@@ -240,7 +240,7 @@ class Monitor(Forkable):
         """End an epoch: close the windows of all stats whose policy has ``Window(epoch=True)``.
 
         ``number`` is the number of the epoch; None for the previous number plus 1. Raises InvalidArgumentError if
-        ``number`` is not a nonnegative integer.
+        ``number`` is neither None nor a nonnegative integer.
         """
         if number is not None:
             check_count("number", number, least=0)
@@ -276,9 +276,9 @@ class Monitor(Forkable):
             interval: time between two collections.
             attributes: names and values that identify the process, such as ``{"rank": "0"}``. Sinks export them.
             system: True to also record CPU time and memory of the process, and torch's CUDA memory.
-            run_id: id of the training run: the same on all ranks, and different for each run. Spans of different ranks
-                share a trace only if their run ids are equal. None to use ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``,
-                or a random id if neither is set.
+            run_id: id of the training run. Pass the same id on all ranks, and a new id for each run, so that spans of
+                different ranks can share a trace. None to use the environment variable ``TORCHELASTIC_RUN_ID`` or
+                ``SLURM_JOB_ID``, or a random id if neither is set.
 
         Raises:
             InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, a sink is not a
@@ -311,7 +311,7 @@ class Monitor(Forkable):
         return self._collector.stop(seconds)
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now, and wait for the delivery to the sinks. Return False if this takes longer than ``timeout``.
+        """Collect now and wait until the sinks were called. Return False if this takes longer than ``timeout``.
 
         Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """

@@ -104,12 +104,12 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
 
 
 def labelled_call(stat: str, labels: Iterable[str], value: object) -> str:
-    """Return the Python code of a call that records ``value``. ``labels`` are the texts of its keyword arguments."""
+    """Return the Python code of a call that records ``value``. ``labels`` are the call's formatted arguments."""
     return f"{stat}.cell({', '.join(labels)}).add({value!r})"
 
 
 def shown(labels: Mapping[str, object]) -> list[str]:
-    """Return each label formatted as a keyword argument.
+    """Format each label as a keyword argument in Python code.
 
     Example:
         >>> shown({"table": "user", "rank": 3})
@@ -119,14 +119,14 @@ def shown(labels: Mapping[str, object]) -> list[str]:
 
 
 def refuse_labels(stat: str, value: object, labels: Mapping[str, object]) -> None:
-    """Raise InvalidArgumentError because ``labels`` were passed with ``value`` to a stat without labels."""
+    """Raise InvalidArgumentError. Call it if ``labels`` and ``value`` were passed to a stat that has no labels."""
     call = labelled_call(stat, shown(labels), value)
     remedy = f"Define {stat!r} with labels={list(labels)}, then call {call}: it has no labels"
     raise InvalidArgumentError("labels", dict(labels), remedy)
 
 
 def label_pairs(labels: Labels) -> list[str]:
-    """Return a string ``name=value`` for each label.
+    """Format each label as ``name=value``.
 
     Example:
         >>> label_pairs((("table", "user"), ("kind", "delta")))

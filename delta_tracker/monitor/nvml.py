@@ -17,15 +17,15 @@ _MILLIJOULES_PER_KILOWATT_HOUR = 3_600_000_000
 
 
 class NvmlMetrics(MetricSource):
-    """Source that records metrics of all NVIDIA devices known to the driver, once per collection.
+    """Source that records metrics of all NVIDIA devices that NVML reports, once per collection.
 
-    The energy is the total that each device has consumed, in all processes, since the driver was loaded.
+    Energy is counted since the driver was loaded, and includes the energy used for other processes.
 
     Args:
-        grams_per_kilowatt_hour: carbon dioxide emissions per kilowatt-hour; None to omit the metric of emissions.
+        grams_per_kilowatt_hour: grams of carbon dioxide per kilowatt-hour of energy; None to omit the emissions metric.
 
     Raises:
-        InvalidArgumentError: for a negative ``grams_per_kilowatt_hour``.
+        InvalidArgumentError: if ``grams_per_kilowatt_hour`` is negative.
         MissingExtraError: if the package ``nvidia-ml-py`` is not installed.
         pynvml.NVMLError: if no driver is available.
     """

@@ -27,14 +27,14 @@ Call = tuple[Callable[[], None], Future[None]]
 
 @dataclass(slots=True)
 class Guard:
-    """Record of the failures of one outlet, and of the time until which it is muted.
+    """Failures of one outlet, and the time until which the outlet is muted after a failure.
 
     Args:
         name: name of the outlet in log messages and metrics.
         has_failed: True if any call raised an exception or exceeded the deadline.
         num_in_a_row: number of consecutive failures, at most 16.
         muted_until_ns: time until which no calls are made, in nanoseconds of the monotonic clock.
-        call: last call if it exceeded the deadline; None otherwise. No other call is made until that call returns.
+        call: last call if it exceeded the deadline; None otherwise. The outlet is not called until this call returns.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Guard:
         return self.call is not None and not self.call.done()
 
     def mute(self, reason: BaseException, now_ns: int) -> None:
-        """Mute the outlet after a failure, for 10 seconds at first.
+        """Mute the outlet after a failure, for 10 seconds at first and for longer after consecutive failures.
 
         The duration doubles with each consecutive failure, up to 600 seconds. Only the first failure is logged.
         """
@@ -91,13 +91,13 @@ class Runner:
     ) -> bool:
         """Call ``action`` in the worker thread. Return True if the call succeeded.
 
-        The call is skipped and counted if ``guard`` is muted, or if the previous call with ``guard`` has not returned.
+        The call is skipped and counted if the outlet is muted, or if the previous call of the outlet has not returned.
 
         Args:
             guard: guard of the outlet, which records failures of the call.
             action: function to call.
-            even_if_muted: True to call the outlet even if it is muted. If the previous call has not returned, wait for
-                it up to the deadline.
+            even_if_muted: True to call ``action`` even if the outlet is muted. If the previous call of the outlet has
+                not returned, first wait for it up to the deadline.
             here_if_refused: True to call ``action`` in the calling thread, without a deadline, if no worker thread can
                 be started. Since Python 3.12, no thread can be started at interpreter shutdown.
         """
@@ -152,7 +152,7 @@ def _make(action: Callable[[], None], call: Future[None]) -> None:
 
 
 class SinkQueue:
-    """Queue of the undelivered windows and events of one sink. Thread-safe.
+    """Queue of the windows and events to deliver to one sink. Thread-safe.
 
     Attributes:
         guard: record of the sink's failures. After a failure, the sink is not called for some time.
@@ -167,7 +167,7 @@ class SinkQueue:
         self._events: list[Event] = []
 
     def add(self, windows: Sequence[WindowReport], events: Sequence[Event]) -> tuple[list[WindowReport], int]:
-        """Queue windows and events. If the queue exceeds its limits, drop the oldest ones.
+        """Queue windows and events. If the queue exceeds its limits, drop the oldest windows or events.
 
         Returns the dropped windows, and the number of dropped events.
         """
@@ -182,7 +182,7 @@ class SinkQueue:
     def deliver(self, collection: CollectionReport) -> None:
         """Call the sink with a copy of ``collection`` that contains all queued windows and events.
 
-        If the sink raises, put the windows and events back at the front of the queue.
+        If the sink raises an exception, put the windows and events back at the front of the queue.
         """
         with self._lock:
             windows, events = self._windows, self._events

@@ -20,11 +20,11 @@ class Window:
 
     Args:
         count: close the window after this many records.
-        every: close the window at the first collection after this time since the window was opened.
+        every: close the window at the first collection at which the window is at least this old.
         epoch: close the window when :meth:`~delta_tracker.monitor.monitor.Monitor.end_epoch` is called.
 
     Raises:
-        InvalidArgumentError: for a count below 1 or a duration of 0 or less.
+        InvalidArgumentError: if ``count`` is below 1, or if ``every`` is 0 or less.
     """
 
     count: int | None = None
@@ -57,7 +57,7 @@ class Policy:
         window: conditions that close a window.
         enabled: False to ignore all records.
         when_empty: ``"skip"`` to omit windows without records, or ``"zero"`` to report them with all aggregates 0.
-        raw: maximum number of records of a window to report individually. They are a uniform random sample.
+        raw: maximum size of a uniform random sample of each window's records to report; 0 to report no sample.
 
     Raises:
         InvalidArgumentError: for an unknown aggregation, an invalid value, or a negative ``raw``.

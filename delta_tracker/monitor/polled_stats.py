@@ -1,4 +1,4 @@
-"""Sources of metrics, which the collector reads once per collection in its own threads."""
+"""Sources of metrics. The collector reads each source once per collection."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.stat import Kind, Stat
 
 Readings = float | Mapping[str | tuple[str, ...], float] | None
-"""Current numbers of a stat: one number, a mapping of label values to numbers, or None for no data.
+"""Current values of a stat: one number, a mapping of label values to numbers, or None for no data.
 
 If the stat has several labels, the keys of the mapping are tuples of label values.
 """
@@ -17,16 +17,16 @@ If the stat has several labels, the keys of the mapping are tuples of label valu
 class MetricSource(ABC):
     """Base class of objects that record metrics once per collection.
 
-    :meth:`read` is called in a thread of the library. Calls do not overlap. If a call raises, the exception is counted,
-    and :meth:`read` is not called for at least 10 seconds.
+    :meth:`read` is called in a thread of the library. Calls do not overlap. If :meth:`read` raises an exception, the
+    exception is counted, and :meth:`read` is not called again for at least 10 seconds.
     """
 
     name: str
     """Name of the source in log messages and metrics."""
 
     if_taken: ClassVar[Literal["replace", "number", "refuse"]] = "replace"
-    """Action if the name is already in use when the source is added: replace the other source, append a number to the
-    name, or raise InvalidArgumentError."""
+    """Action when the source is added and its name is in use. ``"replace"`` replaces the other source, ``"number"``
+    appends a number to the name, and ``"refuse"`` raises InvalidArgumentError."""
 
     @property
     def is_over(self) -> bool:
@@ -41,7 +41,7 @@ class MetricSource(ABC):
         """
 
     def end(self) -> None:  # noqa: B027  most sources need no clean-up
-        """Release resources before the source is removed."""
+        """Release resources. Called before the registry removes the source because :attr:`is_over` is True."""
 
     def end_epoch(self) -> None:  # noqa: B027  most sources have no windows by epoch
         """End an epoch. Later values belong to the next epoch. Called in the training thread, so it must not block."""
@@ -54,8 +54,8 @@ class Passive(MetricSource):
     """Source that calls a callback once per collection and records the returned readings in a stat.
 
     Args:
-        stat: stat that records the readings. If it is a counter, each reading is a total, and the increase since the
-            previous reading is recorded.
+        stat: stat in which the readings are recorded. For a counter, each reading is a running total, and the increase
+            since the previous reading is recorded.
         callback: function that returns the readings.
     """
 

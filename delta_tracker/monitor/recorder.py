@@ -15,17 +15,17 @@ _MAX_LENGTH = 200
 
 
 class Recorder(MetricSource):
-    """Built-in metrics of one object, such as a tracker, in which one label is set to the object's name.
+    """View of the built-in metrics of one object, such as a tracker. One label is set to the object's name.
 
-    Each metric of :class:`~delta_tracker.monitor.library.LibraryMetrics` with this label is an attribute of the
-    recorder.
+    Each metric of :class:`~delta_tracker.monitor.library.LibraryMetrics` that has the label ``role`` is an attribute of
+    the recorder.
 
     Args:
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
-        owner: object that the metrics describe. The recorder keeps a weak reference. The first collection after the
-            object was garbage-collected removes the gauges.
-        name: name of the object, which becomes the label's value; None to use ``role``. If the name is in use,
-            ``-2``, ``-3``, ... is appended.
+        owner: object that the metrics describe. The recorder keeps a weak reference. After ``owner`` is
+            garbage-collected, the next collection removes the gauges.
+        name: name of ``owner``, used as the label's value; None to use ``role``. If the name is in use, ``-2``, ``-3``,
+            ... is appended.
         monitor: monitor that records the metrics; None for the program's default.
 
     Attributes:
@@ -68,15 +68,15 @@ class Recorder(MetricSource):
         return bound
 
     def watch(self, record: Callable[[Any], None]) -> None:
-        """Register a function that is called with the owner once per collection, in a thread of the library."""
+        """Set a function to call once per collection, in a thread of the library. Its argument is the owner."""
         self._record = record
 
     def close(self) -> None:
         """Stop recording, release the name and mark the gauges for removal.
 
-        The gauges are removed after the next collection, which still reports them, or when another source is added.
-        Counters and histograms remain, because they are totals of the process. Recorders created later with the same
-        name add to them.
+        The next collection still reports the gauges. They are removed after it, or earlier if another source is added.
+        Counters and histograms are not removed, because they are totals of the process. A later recorder with the same
+        name adds to them.
         """
         self._is_closed, self._record = True, None
 
@@ -86,7 +86,7 @@ class Recorder(MetricSource):
         return self._is_closed or self._owner() is None
 
     def read(self, *, is_last: bool) -> None:  # noqa: ARG002
-        """Call the function passed to :meth:`watch`, or remove the gauges if the owner was garbage-collected."""
+        """Call the function passed to :meth:`watch`. If the owner was garbage-collected, remove the gauges instead."""
         owner, record = self._owner(), self._record
         if owner is None:
             self.end()
@@ -100,12 +100,12 @@ class Recorder(MetricSource):
                 stat.remove(**self.label)
 
     def after_fork(self) -> None:
-        """Discard the owner, whose locks a thread of the parent may have held. Called in a forked child."""
+        """Drop the reference to the owner, because its locks may be held after a fork. Called in a forked child."""
         self._owner = lambda: None
 
 
 class BoundStat:
-    """View of a built-in metric in which the value of one label is fixed. Provides the metric's recording methods."""
+    """View of a built-in metric in which one label has a fixed value. It has the recording methods of the metric."""
 
     def __init__(self, stat: Stat, label: dict[str, str]) -> None:
         self.cell = cache(partial(stat.cell, **label))  # a version of few rows has little else to do

@@ -22,7 +22,7 @@ class Registry:
 
     Args:
         progress: clock, step and epoch, shared by all stats; None to create a new :class:`Progress`.
-        overflowed: function that is called with the name of a stat when a cell beyond its ``max_cells`` is requested.
+        overflowed: function that is called with the name of a stat when a new cell would exceed its ``max_cells``.
     """
 
     def __init__(self, progress: Progress | None = None, overflowed: Callable[[str], None] = lambda _: None) -> None:
@@ -36,7 +36,7 @@ class Registry:
         self._sources: dict[str, MetricSource] = {}
 
     def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
-        """Register a stat and return it. If an equal definition is already registered, return its stat.
+        """Register a stat and return it. If an equal definition is already registered, return the existing stat.
 
         ``settings`` are fields of :class:`~delta_tracker.monitor.policy.Policy`. Settings passed to :meth:`configure`
         take precedence. Names that differ only in dots and underscores are considered equal.
@@ -65,8 +65,8 @@ class Registry:
     def add_source(self, source: MetricSource) -> None:
         """Add a source, which is read once per collection.
 
-        If the name of ``source`` is in use, ``source.if_taken`` decides: ``"replace"`` replaces the other source,
-        ``"number"`` appends a number to the name, and ``"refuse"`` raises InvalidArgumentError.
+        If the name of ``source`` is in use, the result depends on ``source.if_taken``: ``"replace"`` replaces the other
+        source, ``"number"`` appends a number to the name, and ``"refuse"`` raises InvalidArgumentError.
         """
         with self._lock:
             self.remove_ended()
@@ -78,7 +78,7 @@ class Registry:
             self._sources[source.name] = source
 
     def remove_ended(self) -> None:
-        """Call ``end()`` of each source whose ``is_over`` is True, and remove the source."""
+        """Remove all sources whose ``is_over`` is True. Calls the ``end()`` method of each of them first."""
         with self._lock:
             for known in [each for each in self._sources.values() if each.is_over]:
                 known.end()

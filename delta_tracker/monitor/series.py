@@ -1,8 +1,8 @@
 """Cells. A cell contains the records of one stat with the same label values.
 
-Training threads record into cells, so recording must be cheap. It appends to a deque, which is atomic in CPython and
-takes no lock. The collector, or the thread whose record fills the deque, aggregates the queued records under a
-lock. Totals are exact even if threads, signal handlers and finalizers record concurrently.
+Training threads record values in cells, so recording must be cheap. A recorded value is appended to a deque, which is
+atomic in CPython and takes no lock. The collector, or the thread whose record fills the deque, aggregates the queued
+records under a lock. Totals are exact even if threads, signal handlers and finalizers record concurrently.
 """
 
 import random
@@ -24,16 +24,16 @@ _MAX_CLOSED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ClosedWindow:
-    """Closed window of a cell.
+    """Aggregated records of a cell in a window that was closed.
 
     Args:
-        aggregate: aggregate of the records in the window.
+        aggregate: aggregate of the records.
         begin_ns: time at which the window opened, in nanoseconds of the monotonic clock.
         end_ns: time at which the window closed, in nanoseconds of the monotonic clock.
         time_ns: time at which the window closed, in nanoseconds since the epoch.
         step: training step at which the window closed; None if no step was set.
         epoch: number of the last epoch that ended before the window closed; None if no epoch had ended.
-        is_partial: True if the window was closed early, by the last collection or a change of policy.
+        is_partial: True if the last collection or a change of policy closed the window early.
         number: number of the window in its cell, counted from 1.
         raw: uniform random sample of the records; empty unless the policy sets ``raw``.
     """
@@ -50,13 +50,13 @@ class ClosedWindow:
 
     @property
     def axis_position(self) -> int:
-        """Position on the x-axis of a plot: the training step, or the number of the window if no step was set."""
+        """Position on the x-axis of a plot: :attr:`step`, or :attr:`number` if no step was set."""
         return self.number if self.step is None else self.step
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Result of collecting a cell.
+    """Windows, totals and counts that :meth:`Cell.collect` returns.
 
     Args:
         windows: windows closed since the last collection.
@@ -119,14 +119,14 @@ class CellKey:
 
 
 class Cell:
-    """Records of one stat with the same label values, returned by ``Stat.cell()``. Thread-safe.
+    """Container of the records of a stat that have the same label values. Returned by ``Stat.cell()``. Thread-safe.
 
     Attributes:
         enabled: False if all records are ignored.
-        is_remote: True if the records arrive from a device with a delay. The source of the records then calls
-            :meth:`end_epoch`. Otherwise, the stat calls it.
+        is_remote: True if the records arrive from a device with a delay. In this case, the source of the records calls
+            :meth:`end_epoch` after the last record of the epoch. Otherwise, the stat calls :meth:`end_epoch`.
         function: function that returns the current value of a gauge, or None for no data. This attribute is None if
-            values are recorded with :meth:`add`.
+            no function was set.
     """
 
     def __init__(self, key: CellKey, policy: Policy, progress: Progress) -> None:
@@ -142,7 +142,7 @@ class Cell:
 
         Args:
             value: int, float, array or CPU tensor with one element, or any object that ``float()`` accepts. The number
-                is copied, and the tensor is not kept. NaN, infinity and tensors on a device are counted as rejected.
+                is copied, and the tensor is not retained. NaN, infinity and tensors on other devices are rejected.
         """
         if self.enabled:
             if type(value) is not float and type(value) is not int:  # faster than a lookup in a set
@@ -208,14 +208,14 @@ class Cell:
                 self._is_folding = False
 
     def merge(self, figures: Aggregate) -> None:
-        """Add records that were already aggregated, for example on a device. Close the window if it is then full."""
+        """Add the records aggregated in ``figures``. Close the window if it reaches its maximum number of records."""
         with self._lock:
             self.fold()
             self._open.aggregate.merge(figures)
             self._close_if_full()
 
     def collect(self, *, is_last: bool = False) -> Collected:
-        """Close the open window if it is due or ``is_last`` is True. Return all uncollected windows and the totals."""
+        """Close the open window if the policy requires it or ``is_last`` is True. Return new windows and the totals."""
         with self._lock:
             self.fold()
             now = self._progress.clock.monotonic_ns()
@@ -227,7 +227,7 @@ class Cell:
             return Collected(list(new.windows), figures, figures.num_rejected - new.num_rejected, new.num_lost)
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
-        """Close the window if the policy has ``Window(epoch=True)``.
+        """Close the open window if the policy has ``Window(epoch=True)``.
 
         ``at`` is the step and epoch at which the window closes; None for the current step and epoch.
         """

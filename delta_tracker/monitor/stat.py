@@ -27,11 +27,11 @@ from delta_tracker.monitor.policy import Policy
 from delta_tracker.monitor.series import Cell, CellKey
 
 OTHER = "other"
-"""Value of all labels of the shared cell, which receives the records of every label set beyond ``max_cells``."""
+"""Value of each label of the cell that receives the records of all label sets beyond ``max_cells``."""
 
 
 class Kind(StrEnum):
-    """Kind of a stat: the meaning and the default aggregation of its records."""
+    """Kind of a stat. The kind determines the default aggregations and how sinks export the stat."""
 
     COUNTER = "counter"
     """Increments of a total that only increases."""
@@ -40,7 +40,7 @@ class Kind(StrEnum):
     STAT = "stat"
     """Samples, such as losses."""
     HISTOGRAM = "histogram"
-    """Samples whose quantiles are computed, such as durations."""
+    """Samples for which quantiles are computed, such as durations."""
 
 
 DEFAULT_POLICIES: Mapping[Kind, Policy] = {
@@ -73,15 +73,15 @@ class Definition:
         help: description of the stat in one sentence.
         unit: base unit spelled out, such as seconds; empty for a plain number.
         labels: names of the labels.
-        max_cells: maximum number of label sets (combinations of label values). Records with further label sets are
+        max_cells: maximum number of label sets (combinations of label values). Records with additional label sets are
             added to the cell whose labels are all ``"other"``.
-        is_logical: True if the counter describes the training run, not the process. Such a counter is saved in
-            checkpoints.
-        bounds: lowest and highest bucket bound for sinks with fixed buckets, each as an exponent of 2.
+        is_logical: True to save the counter in checkpoints. Pass it for counters that describe the training run rather
+            than the process.
+        bounds: exponents of 2 of the lowest and highest bucket bound. Sinks with fixed buckets use them.
 
     Raises:
-        InvalidArgumentError: for an invalid name, label, unit, help text or pair of bounds, ``max_cells`` below 1, or a
-            logical stat that is not a counter.
+        InvalidArgumentError: if the name, a label, the unit, ``help`` or ``bounds`` is invalid, if ``max_cells`` is
+            below 1, or if ``is_logical`` is True for a stat that is not a counter.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Definition:
 
     @property
     def family(self) -> str:
-        """Name of the metric family in Prometheus: the stat's name without ``_total``, followed by the unit."""
+        """Name of the stat's metric family in Prometheus. It ends in the unit. For a counter, it omits ``_total``."""
         name = exposed(self.name)
         if self.kind is Kind.COUNTER:
             name = _TOTALS.sub("", name)
@@ -133,7 +133,7 @@ class Stat:
     set once with :meth:`cell`, keep the cell, and call its ``add()``.
 
     Args:
-        overflowed: function that is called with the stat's name when a label set would exceed ``max_cells``.
+        overflowed: function that is called with the stat's name when a new cell would exceed ``max_cells``.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Stat:
         return list(self._cells.values())
 
     def cell(self, /, **labels: object) -> Cell:
-        """Return the cell of a label set. Create the cell if it does not exist.
+        """Return the cell for the given label values. The cell is created if it does not exist.
 
         If the stat already has ``max_cells`` cells, return the cell whose labels are all ``"other"`` instead.
 
@@ -201,15 +201,15 @@ class Stat:
             self._bind()
 
     def time(self, /, **labels: object) -> Timer:
-        """Return a :class:`Timer` for the cell of ``labels``: a context manager and decorator that records seconds."""
+        """Return a context manager and decorator (a :class:`Timer`) that records seconds in the cell of ``labels``."""
         return self.timer(**labels)()
 
     def timer(self, /, **labels: object) -> Callable[[], Timer]:
-        """Return a function that creates timers. Faster than :meth:`time`, because the cell is looked up only once."""
+        """Return a function that returns a new timer at each call. In loops, it is faster than :meth:`time`."""
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
 
     def warn_of_rejected(self, number: int) -> None:
-        """Log a warning that ``number`` values, such as NaN, were rejected. Later calls are no-ops."""
+        """Log a warning that ``number`` values were rejected. Only the first call for each stat logs a warning."""
         if not self._has_rejected:
             self._has_rejected = True
             bound = ", 0 or more" if self.definition.kind is Kind.COUNTER else ""
@@ -224,13 +224,13 @@ class Stat:
                 cell.configure(policy)
 
     def end_epoch(self) -> None:
-        """If the policy has ``Window(epoch=True)``, close the windows of all cells whose ``is_remote`` is False."""
+        """Close the windows of all cells except remote ones. No-op unless the policy has ``Window(epoch=True)``."""
         for cell in self.cells:
             if not cell.is_remote:
                 cell.end_epoch()
 
     def reset(self) -> None:
-        """Discard all records, and replace the locks in case they were held. Called in a forked child."""
+        """Discard all records and replace the locks. Called in a forked child, whose parent may have held the locks."""
         self._lock = threading.RLock()
         for cell in self._cells.values():
             cell.reset()
@@ -269,24 +269,24 @@ class Counter(Stat):
 
 
 class Histogram(Stat):
-    """Stat that reports quantiles of samples with a bounded error; see :mod:`delta_tracker.monitor.buckets`."""
+    """Stat that estimates quantiles of samples. :mod:`delta_tracker.monitor.buckets` describes the method."""
 
 
 class Gauge(Stat):
-    """Stat for a value that can go up and down. Sinks that export totals export the newest reading."""
+    """Stat for a value that can go up and down. Sinks that export totals use its newest reading."""
 
     def set(self, value: float, **labels: object) -> None:
         """Record the current value in the cell of ``labels``."""
         (self.cell(**labels).add if labels else self.add)(value)
 
     def set_function(self, function: Callable[[], float | None], /, **labels: object) -> None:
-        """Set a function that returns the value. It is called at each collection and each scrape by Prometheus.
+        """Set a function that returns the current value, instead of recording values with :meth:`set`.
 
-        Scraped values are therefore current even if a collection is late. :meth:`remove` also removes the function.
+        The function is called at each collection and at each scrape by Prometheus. :meth:`remove` also removes it.
 
         Args:
             function: function that returns the current value, or None for no data. It is called in threads of the
-                library, must be fast and must not block. Exceptions count as no data.
+                library and must not block. If it raises an exception, the gauge has no data.
             labels: label values of the cell.
 
         Raises:

@@ -22,13 +22,13 @@ _FORMAT = "totals by label values"
 # int first, so that integers are not converted to floats.
 _Total = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0)]
 Totals = dict[str, list[tuple[list[str], _Total]]]
-"""For each counter name, a list of (label values, total), one per cell."""
+"""Totals of counters: a list of (label values, total) pairs for each counter name."""
 
 
 class LogicalCounters:
-    """Adapter that saves the logical counters of a monitor. Pass it to ``ModelDeltaTracker.register_counter()``.
+    """Adapter that saves a monitor's logical counters. Pass it to ``ModelDeltaTracker.register_counter()``.
 
-    Each rank saves its own counters. When a checkpoint is loaded, each saved state is restored on exactly one rank.
+    Each rank saves its counters. When a checkpoint is loaded, each saved state is restored on exactly one rank.
     """
 
     def __init__(self, monitor: Monitor = MONITOR) -> None:
@@ -53,10 +53,10 @@ class LogicalCounters:
         return {_FORMAT: merged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the logical counters to the totals in ``state``. Earlier counts are discarded.
+        """Set the logical counters to the totals in ``state``.
 
-        Counters that the state does not contain are set to 0. Totals of undefined counters are ignored, except those of
-        built-in metrics, so define your own counters before the call.
+        Counters that ``state`` does not contain are set to 0. Define custom counters before the call: totals of
+        undefined counters are ignored. Built-in counters are defined automatically.
 
         Raises:
             InvalidArgumentError: if the state is malformed, or a counter was saved with a different number of labels.

@@ -19,13 +19,13 @@ FIGURES = ("accuracy", "precision", "recall", "f1")
 
 
 class DeviceClassification(DeviceState):
-    """Accuracy, precision, recall and F1 of single-label classification over an epoch, counted on the device.
+    """Accuracy, precision, recall and F1 of single-label classification in the current epoch, counted on the device.
 
     Each collection records the gauges ``<name>.accuracy``, ``<name>.precision``, ``<name>.recall`` and ``<name>.f1``.
     Their values equal those of the multiclass metrics of torchmetrics. With ``average="macro"``, they are means over
     the classes that occur in predictions or targets, and the accuracy equals the recall. With ``"micro"``, each gauge
-    is the fraction of correct predictions. The counter ``<name>.rejected`` counts pairs of a prediction and a target
-    that were rejected because a class index is invalid.
+    is the fraction of correct predictions. The counter ``<name>.rejected`` counts the predictions that were rejected
+    because the predicted class index or the target is invalid.
 
     Args:
         name: prefix of the names of the gauges and the counter; dots separate namespaces.
@@ -75,7 +75,7 @@ class DeviceClassification(DeviceState):
         self._add(indices.device, torch.ones_like(indices, dtype=sum_dtype(indices.device)), indices)
 
     def record_growth(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Add ``growth`` to the counts of the epoch, and set the gauges. If ``epoch_end`` is set, reset the counts."""
+        """Add ``growth`` to the counts and set the gauges. If ``epoch_end`` is not None, then reset the counts."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)
@@ -87,7 +87,7 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """Return the accuracy, precision, recall and F1 of the epoch by name; an empty dict if nothing was counted."""
+        """Return the current epoch's value of each of ``FIGURES``; an empty dict if no prediction was counted."""
         size = self._num_classes
         right, predicted, actual = (self._sums[index * size : (index + 1) * size] for index in range(3))
         num_seen = sum(actual)

@@ -2,9 +2,9 @@
 
 Notation: ``K`` is the number of sums of a state.
 
-Each value is added to sums on its own device. A reading is an asynchronous copy of the sums to the host, which the
-device executes in order with its other work. The difference between two readings, called the growth, covers the values
-added between them. The sums are never reset, and no value is lost or counted twice.
+Each value is added to sums on the device of the value. A reading is an asynchronous copy of the sums to the host. The
+device executes the copy in order with its other work. The difference between two readings, called the growth, is the
+sum of the values added between the readings. The sums are never reset, and no value is lost or counted twice.
 """
 
 import threading
@@ -42,7 +42,7 @@ class DeviceState(ABC):
     """Number of sums ``K``."""
 
     is_deleted = False
-    """True if the state was deleted, and only the reader still refers to it."""
+    """True after the destructor has passed the state to the reader for a last reading."""
 
     def __init__(self, reader: "DeviceReader") -> None:
         self._reader = reader
@@ -61,7 +61,8 @@ class DeviceState(ABC):
     def record_growth(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
         """Record the growth of the ``K`` sums between two readings on one device. Called in threads of the library.
 
-        ``epoch_end`` is the step and epoch number if the second reading was started at an epoch's end; None otherwise.
+        If the second reading was started at the end of an epoch, ``epoch_end`` is the step and epoch number. Otherwise,
+        ``epoch_end`` is None.
         """
 
     def after_fork(self) -> None:
@@ -72,8 +73,8 @@ class DeviceState(ABC):
     def _add(self, device: torch.device, growth: Tensor, indices: Tensor | None = None) -> None:
         """Add numbers to the sums on ``device``. Does not wait for the device.
 
-        ``growth`` contains ``K`` numbers, one for each sum. If ``indices`` is given, ``growth`` and
-        ``indices`` are ``[N]``, and ``growth[i]`` is added to the sum at ``indices[i]``.
+        Without ``indices``, ``growth`` contains ``K`` numbers, one for each sum. With ``indices``, both tensors have
+        shape ``[N]``, and ``growth[i]`` is added to the sum at ``indices[i]``.
         """
         with self._reader.lock:
             vector = self._vector(device)
@@ -112,12 +113,12 @@ class _Copy:
 
 @dataclass(slots=True)
 class DeviceReader(MetricSource):
-    """Source that reads all device states of a monitor. It makes one copy for each device and CUDA stream.
+    """Source that copies the sums of all device states of a monitor to the host, once per device and CUDA stream.
 
     Args:
         progress: step and epoch of the monitor.
         lock: lock that protects the states and the list of copies.
-        deleted: deleted states, which are read once more. Destructors append to this queue without the lock.
+        deleted: deleted states that still need a last reading. Destructors append to this queue without the lock.
     """
 
     progress: Progress
@@ -151,8 +152,8 @@ class DeviceReader(MetricSource):
     def begin(self, epoch_end: EpochEnd | None = None) -> None:
         """Start to copy the sums of all states, each on the CUDA stream that last updated the state.
 
-        Deleted states are dropped from the reader once all copies have been started. If a copy cannot be started, the
-        deleted states are kept for the next call. ``epoch_end`` is the step and epoch number at the end of an epoch.
+        After all copies are started, deleted states are removed from the reader. If a copy cannot be started, the next
+        call reads them again. At the end of an epoch, pass the step and epoch number as ``epoch_end``.
         """
         with self.lock:
             deleted = [self.deleted[index] for index in range(len(self.deleted))]  # a destructor may append meanwhile

@@ -1,8 +1,8 @@
 """Stats that accumulate values on a device. Recording does not wait for the device.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are ignored and
-counted as rejected. The device checks the values. The sums are recorded when they have been copied to the host, so
-a window with ``Window(count=...)`` may contain more than ``count`` records.
+counted as rejected. They are detected on the device. The sums are recorded after they were copied to the host, so a
+window with ``Window(count=...)`` may contain more than ``count`` records.
 """
 
 import math
@@ -22,7 +22,7 @@ _HOST = torch.device("cpu")
 
 
 def reader_of(monitor: Monitor) -> DeviceReader:
-    """Return the source that reads the device states of ``monitor``. Create it if the monitor does not have one yet."""
+    """Return the source that reads the device states of ``monitor``. The source is created if it does not exist."""
     for source in monitor.registry.sources:
         if isinstance(source, DeviceReader):
             return source
@@ -144,13 +144,13 @@ class DeviceMean(_DeviceStat):
 
         Args:
             value: tensor of any shape and real dtype, or a number.
-            weight: number, or tensor that can be broadcast to ``value``. A ``value`` that is a number is added once for
-                each element of ``weight``.
+            weight: number, or tensor that can be broadcast to ``value``. If ``value`` is a number and ``weight`` is a
+                tensor, ``value`` is added once for each element of ``weight``.
             labels: not supported; pass ``labels`` to the constructor.
 
         Raises:
-            InvalidArgumentError: for labels or complex values, if ``weight`` cannot be broadcast to ``value``, or if
-                ``value`` and ``weight`` are on different devices. A zero-dimensional ``weight`` may be on the CPU.
+            InvalidArgumentError: if ``labels`` or complex values are passed, if ``weight`` cannot be broadcast to
+                ``value``, or if both are on different devices. A zero-dimensional ``weight`` may be on the CPU.
         """
         self._refuse_labels(labels)
         self._record(value, weight)
@@ -166,7 +166,7 @@ class DeviceSum(DeviceMean):
 
 
 class DeviceCounter(_DeviceStat):
-    """Counter on a device: a total that only increases. Values are increments; negative values are rejected.
+    """Counter whose total accumulates on a device. Values are increments. Negative values are rejected.
 
     The arguments are the same as in :class:`DeviceMean`. ``options`` are passed to
     :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.

@@ -15,17 +15,17 @@ from delta_tracker.monitor.collection_report import CollectionReport
 class Sink(ABC):
     """Base class of sinks, the destinations of metrics and events.
 
-    The collector calls :meth:`deliver` with each collection, in order, one call at a time, in threads of the library.
-    After the last collection, it calls :meth:`close`, even if no collection was delivered. In a forked child, only
+    The collector calls :meth:`deliver` for each collection, in a thread of the library. Calls do not overlap. After the
+    last collection, the collector calls :meth:`close`, even if no collection was delivered. In a forked child, only
     :meth:`after_fork` is called.
 
-    If a call raises, the error is counted, and the sink is not called for at least 10 seconds. Only the first error of
-    a sink is logged. The next collection contains the undelivered windows and events again, so a sink should write a
-    collection completely or not at all. The queue of a sink contains at most 8192 windows and ``capacity`` events
-    (see :class:`~delta_tracker.monitor.monitor.Monitor`). Above these limits, the oldest items are dropped and counted.
+    If a call raises an exception, the error is counted, and the sink is not called again for at least 10 seconds. Only
+    the first error of a sink is logged. The next collection contains the undelivered windows and events again, so a
+    sink should write a collection completely or not at all. At most 8192 windows and ``capacity`` events (see
+    :class:`~delta_tracker.monitor.monitor.Monitor`) are queued for a sink. If more are queued, the oldest are dropped.
 
-    A call that exceeds the monitor's deadline counts as an error, and the sink is not called again until that call
-    returns. If that call then returns without an error, the collection counts as delivered. If that call never returns,
+    A call that exceeds the monitor's deadline counts as an error, and the sink is not called again until the call
+    returns. If the call returns without an exception, the collection counts as delivered. If the call never returns,
     the sink is not closed.
     """
 
@@ -36,20 +36,20 @@ class Sink(ABC):
 
     @abstractmethod
     def deliver(self, collection: CollectionReport) -> None:
-        """Export a collection. Must not modify the collection, because all sinks share its contents."""
+        """Export ``collection``. Must not modify ``collection``, because all sinks share its contents."""
 
     def close(self) -> None:  # noqa: B027  many sinks have nothing to close
         """Flush pending data and release resources. Called once."""
 
     def after_fork(self) -> None:  # noqa: B027
-        """Release resources shared with the parent process, without writing. Called in a forked child."""
+        """Release resources shared with the parent process. Must not write data. Called in a forked child."""
 
 
 class FileSink(Sink):
     """Base class of sinks that append to a file. Writes are unbuffered.
 
-    The class uses neither a lock nor a buffer, so forking is safe at any time. A child process cannot inherit a held
-    lock or write buffered text a second time.
+    The program can be forked at any time. The class has no lock that a child process could inherit while it is held,
+    and no buffer that a child process could write a second time.
 
     Args:
         path: path of the file, which must have no other writer. The folder is created if it is missing.

@@ -6,9 +6,9 @@ The file is a JSON array in the Trace Event Format. The closing bracket is optio
 the program was killed. No package is needed.
 
 Timestamps are compatible with PyTorch's profiler, so both files can be displayed in one timeline. A timestamp is the
-wall-clock time in microseconds since a base time, which the profiler stores in ``baseTimeNanoseconds`` and the sink in
-a label of the process. The base time changes every quarter of a year. If the base times of two files differ, shift one
-trace by the difference.
+wall-clock time in microseconds since a base time. The profiler stores the base time in ``baseTimeNanoseconds``, and
+the sink stores it in a label of the process. The base time changes every quarter of a year. If the base times of two
+files differ, shift one trace by the difference.
 """
 
 import os

@@ -26,7 +26,7 @@ class JsonlSink(FileSink):
 
 
 def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str, object]:
-    """Return a JSON object with a window and the attributes of the process."""
+    """Convert a window to a JSON object. ``attributes`` are included in the object."""
     window = report.window
     line: dict[str, object] = {
         "kind": "window",
@@ -50,7 +50,7 @@ def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str
 
 
 def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]:
-    """Return a JSON object with an event and the attributes of the process. Ids are hexadecimal strings."""
+    """Convert an event to a JSON object. ``attributes`` are included in the object. Ids are hexadecimal strings."""
     return {
         "kind": "event",
         "time": event.time_ns * NS,

@@ -30,14 +30,14 @@ class LoggingSink(Sink):
 
 
 def event_text(event: Event) -> str:
-    """Return an event formatted as one line of text."""
+    """Format an event as one line of text."""
     data = " ".join(f"{key}={value}" for key, value in event.data.items())
     phase = "" if event.phase == "instant" else f" [{event.phase}]"
     return f"{event.name}{phase} {event.message} {data}".rstrip()
 
 
 def window_text(report: WindowReport) -> str:
-    """Return a window formatted as one line of text."""
+    """Format a window as one line of text."""
     series = " ".join([report.definition.name, *label_pairs(report.labels)])
     figures = " ".join(f"{name}={value:.6g}" for name, value in report.values.items())
     unit = f" {report.definition.unit}" if report.definition.unit else ""

@@ -27,11 +27,11 @@ class MlflowSink(Sink):
 
     The data of the event ``training.start`` is logged as parameters, and the data of ``training.end`` as tags. The
     newest published version is also logged as a tag. The values of each window are logged as metrics at the window's
-    step. Closing the sink ends the run. The status is FAILED if ``training.end`` had severity ERROR or CRITICAL, and
-    FINISHED otherwise.
+    step. Closing the sink ends the run. The run's status is FAILED if ``training.end`` had severity ERROR or CRITICAL,
+    and FINISHED otherwise.
 
-    If MLflow rejects an item, for example because a parameter's value changed, only this item is lost. A warning is
-    logged once per item. Keys of more than 250 characters are truncated and end with a hash.
+    If MLflow rejects an item, for example a parameter whose value has changed, the other items are still logged. A
+    warning is logged once per rejected item. Keys longer than 250 characters are truncated and end with a hash.
 
     Args:
         experiment: name of the experiment; created if it is missing.
@@ -62,7 +62,7 @@ class MlflowSink(Sink):
         self._log_parameters(parameters or {})
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Log a collection. Raise MlflowException if MLflow cannot be reached, or the run was deleted."""
+        """Log a collection to the run. Raise MlflowException if MLflow cannot be reached or the run was deleted."""
         for event in collection.events:
             if event.name == START_EVENT:
                 self._log_parameters(event.data)

@@ -35,17 +35,17 @@ _SEVERITIES = {Severity.DEBUG: 5, Severity.INFO: 9, Severity.WARNING: 13, Severi
 class OpenTelemetrySink(Sink):
     """Sink that sends each collection to an OpenTelemetry collector.
 
-    Totals are sent as metrics, spans that have ended as spans, and events with ``Phase.INSTANT`` as log records.
+    Totals are sent as metrics, completed spans as spans, and events with ``Phase.INSTANT`` as log records.
 
     Args:
         endpoint: URL of the OpenTelemetry collector. The paths ``/v1/metrics``, ``/v1/traces`` and ``/v1/logs`` are
             appended.
-        service: value of the resource attribute ``service.name``. The attributes of the process are also added.
+        service: value of the resource attribute ``service.name``. The monitor's attributes are also sent.
         headers: HTTP headers of each request.
         timeout_seconds: time limit for a request including its retries. It should be less than the monitor's deadline.
 
     Raises:
-        MissingExtraError: if the SDK or the OTLP exporter is not installed.
+        MissingExtraError: if the OpenTelemetry SDK or the OTLP exporter is not installed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OpenTelemetrySink(Sink):
         self._logs = logs.OTLPLogExporter(f"{base}/v1/logs", **options)
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Send a collection to the OpenTelemetry collector. Raise ConnectionError if the collection is not accepted."""
+        """Send ``collection`` to the OpenTelemetry collector. Raise ConnectionError if it does not accept all data."""
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
         resource = Resource({"service.name": self._service, **collection.attributes})

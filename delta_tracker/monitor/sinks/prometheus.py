@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BOUNDS_PER_OCTAVE = 8
 _MAX_PORT = 65_535
 BUCKET_RATIO = 2 ** (1 / _BOUNDS_PER_OCTAVE)
-"""Ratio of successive bucket bounds, 1.09. The error of quantiles computed by Prometheus is at most 9 %."""
+"""Ratio of successive bucket bounds, 1.09. Quantiles computed by Prometheus have a relative error of at most 9 %."""
 
 
 class _TotalsSink(Sink):
@@ -47,19 +47,18 @@ class _TotalsSink(Sink):
 
 
 class PrometheusSink(_TotalsSink):
-    """Sink that serves the totals of the newest collection at ``/metrics``.
+    """Sink that serves the totals of the newest collection over HTTP at ``/metrics``.
 
-    Collect at least as often as Prometheus scrapes, because a scrape does not trigger a collection. Only gauges with a
+    A scrape does not trigger a collection, so collect at least as often as Prometheus scrapes. Only gauges that have a
     function (:meth:`~delta_tracker.monitor.stat.Gauge.set_function`) are also read at each scrape.
 
-    Counters, summaries and histograms cover all records since the process started. Gauges are exported as their newest
-    reading, and stats of kind ``STAT`` as summaries. The count of a summary is the number of records, or the sum of the
-    weights if records have weights. The unit is appended to each name, and ``_total`` to the names of counters.
+    Counters, summaries and histograms cover all records since the process started. The value of a gauge is its newest
+    reading. Stats of kind ``STAT`` are exported as summaries. The count of a summary is the number of records, or the
+    sum of the weights of weighted records. The unit is appended to each name, and ``_total`` to the names of counters.
 
     A histogram has eight buckets per power of two between the ``bounds`` of its definition. Between these bounds, the
-    error of a quantile in PromQL is at most 9 % (:data:`BUCKET_RATIO`), and less than 5 % if the values near the
-    quantile are evenly distributed. A cell with the default bounds has 196 series. Histograms of several
-    processes have the same bounds and can be summed.
+    relative error of a quantile in PromQL is at most 9 % (:data:`BUCKET_RATIO`), and less than 5 % if the values near
+    the quantile are evenly distributed. With the default bounds, each cell has 196 series.
 
     Args:
         port: port to listen on; 0 for any free port, see :attr:`port`.
@@ -96,12 +95,12 @@ class PrometheusSink(_TotalsSink):
         self._server.server_close()
 
     def after_fork(self) -> None:
-        """Close the inherited socket, which would otherwise keep the port in use. Called in a forked child."""
+        """Close the inherited socket, so that the child does not keep the port in use. Called in a forked child."""
         self._server.socket.close()
 
 
 class PrometheusFileSink(_TotalsSink):
-    """Sink that writes the totals to a text file at each collection. The previous file is replaced atomically.
+    """Sink that writes the totals to a text file at each collection. The file is replaced atomically.
 
     Args:
         path: path of the file, which must end in ``.prom`` for node_exporter.
@@ -123,9 +122,9 @@ class PrometheusFileSink(_TotalsSink):
 
 
 def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> "Metric":
-    """Return the metric family of a stat. ``reports`` contains the totals of its cells.
+    """Return the metric family of a stat. ``reports`` contains the totals of the stat's cells.
 
-    ``attributes`` are added to each sample as labels, unless the stat has a label with the same name.
+    ``attributes`` are added to each sample as labels. Attributes with the name of a label of the stat are omitted.
     """
     from prometheus_client import core  # noqa: PLC0415  optional
 

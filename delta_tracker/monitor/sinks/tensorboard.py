@@ -12,10 +12,10 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class TensorBoardSink(Sink):
-    """Sink that writes values and histograms of windows, and events as text, to TensorBoard event files.
+    """Sink that writes to TensorBoard event files: windows as scalars and histograms, and events as text.
 
-    The x-axis is the training step at which a window closed. If no step was set, it is the number of the window in
-    its series, counted from 1.
+    The x-axis is the training step at which a window closed. If no step was set, it is the number of the window,
+    counted from 1 for each series.
 
     Args:
         folder: folder in which event files are created.
@@ -75,7 +75,7 @@ def limits(buckets: LogBuckets) -> list[tuple[float, int]]:
 
 
 def tag(name: str, labels: Labels) -> str:
-    """Return the TensorBoard tag of a series: the name with slashes instead of dots, followed by the labels.
+    """Return the TensorBoard tag of a series: ``name`` with slashes instead of dots, followed by ``labels``.
 
     TensorBoard groups tags by the part before the first slash.
 

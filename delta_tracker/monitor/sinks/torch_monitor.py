@@ -10,10 +10,10 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class TorchMonitorSink(Sink):
-    """Sink that logs each event and window as a ``torch.monitor`` event, which torch passes to registered handlers.
+    """Sink that logs each event and window with ``torch.monitor.log_event()``.
 
-    Handlers run in a thread of the library, one call at a time. Do not log events to ``torch.monitor`` in other threads
-    at the same time: concurrent calls of a handler written in Python can deadlock.
+    Handlers registered with ``torch.monitor`` run in a thread of the library, one call at a time. Do not call
+    ``log_event()`` in other threads at the same time: concurrent calls of a handler written in Python can deadlock.
 
     Raises:
         MissingExtraError: if ``torch.monitor`` is not available.
