@@ -1,4 +1,4 @@
-"""Mergeable aggregates of numbers: count, sum, mean, standard deviation, minimum, maximum, last and buckets."""
+"""Mergeable aggregates of numbers: count, sum, mean, standard deviation, minimum, maximum, last value and histogram."""
 
 import math
 import re
@@ -62,7 +62,7 @@ class Aggregate:
         max: largest accepted number; NaN if unknown.
         last: newest accepted number; NaN if unknown.
         num_rejected: number of rejected values: NaN, infinity, and negative numbers if ``is_counter`` is True.
-        buckets: counts of the accepted numbers in buckets; None if ``with_buckets`` is False.
+        buckets: histogram of the accepted numbers; None if ``with_buckets`` is False.
     """
 
     def __init__(self, *, with_spread: bool = False, with_buckets: bool = False, is_counter: bool = False) -> None:
@@ -100,7 +100,7 @@ class Aggregate:
         return numbers
 
     def merge(self, newer: Self) -> None:
-        """Add the numbers of ``newer`` to this aggregate. A ``newer.last`` of NaN does not replace ``last``."""
+        """Add the numbers of ``newer`` to this aggregate. If ``newer.last`` is not NaN, it replaces ``last``."""
         self.num_rejected += newer.num_rejected
         if self._squares is not None and newer._squares is not None:
             self._add_spread(newer._num_spread, newer._mean, newer._squares)
@@ -110,7 +110,7 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """Return the value of ``aggregation``, such as ``"p95"``. Return None if undefined, or for ``"histogram"``."""
+        """Return the value of an aggregation such as ``"p95"``; None for ``"histogram"`` or an undefined value."""
         fraction = quantile_of(aggregation)
         if fraction is not None:
             return self._quantile(fraction)
@@ -179,7 +179,7 @@ def _sum(numbers: Sequence[float]) -> float:
 
 
 def plain_number(value: Any) -> float:  # noqa: ANN401  users pass anything
-    """Convert ``value`` to an int or float. Return NaN if it is not a number, or is a tensor outside the CPU.
+    """Convert ``value`` to an int or float. Return NaN if ``value`` is not a number or is not on the CPU.
 
     Never raises or waits for a device. Integers in arrays and CPU tensors are converted exactly.
     """

@@ -1,4 +1,4 @@
-"""Histogram that estimates quantiles in bounded memory, from counts in buckets of exponentially growing width.
+"""Histogram that estimates quantiles in bounded memory. The width of its buckets grows exponentially.
 
 Positive and negative numbers have separate buckets. Bucket ``i`` counts the numbers whose magnitude is in
 ``(g**i, g**(i + 1)]``, where ``g = 2**(1 / 32)``. These are the buckets of OpenTelemetry's exponential histogram and of

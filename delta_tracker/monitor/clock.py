@@ -1,4 +1,4 @@
-"""Timers, the protocol of clocks, and the step and epoch of training."""
+"""Timers, clocks, and the progress of training."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ class Clock(Protocol):
     """
 
     def time_ns(self) -> int:
-        """Return the wall-clock time in nanoseconds since the epoch. The time may decrease if the clock is set."""
+        """Return the wall-clock time in nanoseconds since the epoch. Clock adjustments may decrease the time."""
 
     def monotonic_ns(self) -> int:
         """Return the time in nanoseconds since an arbitrary start. The time never decreases."""

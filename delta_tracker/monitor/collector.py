@@ -112,7 +112,7 @@ class Collector:
         return is_done
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Collect now and wait until the sinks were called. Return False on timeout."""
+        """Collect now and wait until the sinks have been called. Return False on timeout."""
         if self._thread is None:
             self.collect()
             return True

@@ -1,4 +1,4 @@
-"""Events, and spans, which emit an event when a section of the program starts and another when it ends."""
+"""Events and spans. A span emits an event when a section of the program starts and another when it ends."""
 
 import contextvars
 import hashlib
@@ -40,10 +40,10 @@ class Severity(IntEnum):
 
 
 class Phase(StrEnum):
-    """Whether an event starts a span, ends a span, or does neither. A span is a timed section of the program."""
+    """Role of an event: the start of a span, the end of a span, or neither. A span is a timed program section."""
 
     INSTANT = "instant"
-    """Event without a duration."""
+    """Event that neither starts nor ends a span."""
     BEGIN = "begin"
     """Start of a span. If a rank hangs in a span, the span has no end event."""
     END = "end"
@@ -101,7 +101,7 @@ class Event:
         span: id of the span that the event starts, ends or belongs to; 0 outside a span.
         parent: id of the parent span; 0 if there is none.
         trace: 128-bit id of the trace, which is a group of related spans; 0 outside a span.
-        phase: whether the event starts ``span``, ends ``span``, or does neither.
+        phase: role of the event: the start of ``span``, the end of ``span``, or neither.
 
     Raises:
         InvalidArgumentError: if ``name``, ``severity``, ``data`` or an id is invalid, or if ``span`` or ``trace`` is 0
@@ -170,7 +170,7 @@ def trace_of(run_id: str, number: int) -> int:
 def launched_run_id() -> str:
     """Return the id of the training run from ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
 
-    If neither environment variable is set, return a random id. With several ranks, also log a warning in this case.
+    If neither environment variable is set, return a random id, and warn if there are several ranks.
     """
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         found = os.environ.get(name, "")
@@ -219,7 +219,7 @@ class Span:
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Emit the end event, and restore the current span to its value before :meth:`start`.
+        """Emit the end event, and make the span that was current before :meth:`start` the current span again.
 
         Call it in the thread or task that called :meth:`start`. No-op if the span is already stopped. ``error`` is the
         exception that ended the span; None if the span ended normally.

@@ -136,7 +136,7 @@ class Subscription:
 
 
 class EventLog:
-    """Queue in which threads put events for the collector. Adding an event never blocks or raises.
+    """Queue of emitted events that the collector has not processed yet. Adding an event never blocks or raises.
 
     Args:
         capacity: maximum number of queued events. Adding an event to a full queue drops the oldest event.
@@ -181,7 +181,7 @@ class EventLog:
         self._wake()
 
     def rule(self, pattern: str, rule: EventRule) -> None:
-        """Set the rule for events whose names match a shell pattern. If several rules match, the newest applies."""
+        """Set the rule for events whose names match a shell pattern. The most recent matching rule applies."""
         self._rules = {**{key: old for key, old in self._rules.items() if key != pattern}, pattern: rule}
         self._gates = {}
 

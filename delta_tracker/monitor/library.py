@@ -1,6 +1,6 @@
 """Names, descriptions, units and labels of the library's built-in metrics.
 
-Each tracker, publisher and predictor records these metrics through its own
+Each tracker, publisher and predictor records these metrics through a
 :class:`~delta_tracker.monitor.recorder.Recorder`, which adds the object's name as a label:
 
     recorder.published_rows.cell(table=fqn).add(len(rows))

@@ -77,7 +77,7 @@ class Monitor(Forkable):
         return cast("Gauge", self._define(Kind.GAUGE, name, help, options))
 
     def histogram(self, name: str, help: str = "", **options: Any) -> Histogram:  # noqa: A002, ANN401
-        """Define and return a stat that reports quantiles. The arguments are the same as in :meth:`stat`."""
+        """Define and return a histogram, which reports quantiles. The arguments are the same as in :meth:`stat`."""
         return cast("Histogram", self._define(Kind.HISTOGRAM, name, help, options))
 
     def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401  the usual term
@@ -213,7 +213,7 @@ class Monitor(Forkable):
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
         """Set limits for events whose names match a shell pattern: a minimum severity, a rate or a sampling fraction.
 
-        If several patterns match a name, only the limits of the newest call apply.
+        If several patterns match a name, only the limits of the most recent call apply.
 
         Args:
             pattern: shell pattern of event names.
@@ -302,7 +302,7 @@ class Monitor(Forkable):
         self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect one last time, close the sinks and stop the threads. Return False if ``timeout`` is exceeded.
+        """Collect one last time, close the sinks and stop the threads. Return False if this exceeds ``timeout``.
 
         No-op if the monitor is not running. Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """
@@ -311,7 +311,7 @@ class Monitor(Forkable):
         return self._collector.stop(seconds)
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now and wait until the sinks were called. Return False if this takes longer than ``timeout``.
+        """Collect now and wait until the sinks have been called. Return False if this takes longer than ``timeout``.
 
         Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """

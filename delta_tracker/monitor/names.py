@@ -104,7 +104,7 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
 
 
 def labelled_call(stat: str, labels: Iterable[str], value: object) -> str:
-    """Return the Python code of a call that records ``value``. ``labels`` are the call's formatted arguments."""
+    """Return the Python code of a call that records ``value``. ``labels`` are the arguments of ``cell()`` as text."""
     return f"{stat}.cell({', '.join(labels)}).add({value!r})"
 
 
@@ -119,7 +119,7 @@ def shown(labels: Mapping[str, object]) -> list[str]:
 
 
 def refuse_labels(stat: str, value: object, labels: Mapping[str, object]) -> None:
-    """Raise InvalidArgumentError. Call it if ``labels`` and ``value`` were passed to a stat that has no labels."""
+    """Raise InvalidArgumentError for a call that passed ``labels`` and ``value`` to a stat without labels."""
     call = labelled_call(stat, shown(labels), value)
     remedy = f"Define {stat!r} with labels={list(labels)}, then call {call}: it has no labels"
     raise InvalidArgumentError("labels", dict(labels), remedy)

@@ -34,7 +34,7 @@ class Guard:
         has_failed: True if any call raised an exception or exceeded the deadline.
         num_in_a_row: number of consecutive failures, at most 16.
         muted_until_ns: time until which no calls are made, in nanoseconds of the monotonic clock.
-        call: last call if it exceeded the deadline; None otherwise. The outlet is not called until this call returns.
+        call: last call, if it exceeded the deadline; None otherwise. The outlet is not called until this call returns.
     """
 
     name: str

@@ -57,7 +57,7 @@ class Policy:
         window: conditions that close a window.
         enabled: False to ignore all records.
         when_empty: ``"skip"`` to omit windows without records, or ``"zero"`` to report them with all aggregates 0.
-        raw: maximum size of a uniform random sample of each window's records to report; 0 to report no sample.
+        raw: maximum number of records of each window to report, chosen uniformly at random; 0 to report none.
 
     Raises:
         InvalidArgumentError: for an unknown aggregation, an invalid value, or a negative ``raw``.

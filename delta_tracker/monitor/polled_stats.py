@@ -41,7 +41,7 @@ class MetricSource(ABC):
         """
 
     def end(self) -> None:  # noqa: B027  most sources need no clean-up
-        """Release resources. Called before the registry removes the source because :attr:`is_over` is True."""
+        """Release resources. The registry calls this method before it removes the source."""
 
     def end_epoch(self) -> None:  # noqa: B027  most sources have no windows by epoch
         """End an epoch. Later values belong to the next epoch. Called in the training thread, so it must not block."""

@@ -68,7 +68,7 @@ class Recorder(MetricSource):
         return bound
 
     def watch(self, record: Callable[[Any], None]) -> None:
-        """Set a function to call once per collection, in a thread of the library. Its argument is the owner."""
+        """Set a function that is called once per collection, with the owner as argument, in a thread of the library."""
         self._record = record
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class _Uncollected:
 
 @dataclass(frozen=True, slots=True)
 class CellKey:
-    """Stat and label values of a cell.
+    """Identity of a cell: the name of the stat and the label values.
 
     Args:
         stat: name of the stat.
@@ -215,7 +215,7 @@ class Cell:
             self._close_if_full()
 
     def collect(self, *, is_last: bool = False) -> Collected:
-        """Close the open window if the policy requires it or ``is_last`` is True. Return new windows and the totals."""
+        """Close the open window if the policy requires it or ``is_last`` is True. Return closed windows and totals."""
         with self._lock:
             self.fold()
             now = self._progress.clock.monotonic_ns()

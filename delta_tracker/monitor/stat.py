@@ -130,7 +130,7 @@ class Stat:
     """Metric that records numbers; base class of :class:`Counter`, :class:`Gauge` and :class:`Histogram`.
 
     Call :meth:`add` to record a number in a stat without labels. If the stat has labels, look up the cell of each label
-    set once with :meth:`cell`, keep the cell, and call its ``add()``.
+    set once with :meth:`cell`, store the cell, and call its ``add()``.
 
     Args:
         overflowed: function that is called with the stat's name when a new cell would exceed ``max_cells``.
@@ -205,7 +205,7 @@ class Stat:
         return self.timer(**labels)()
 
     def timer(self, /, **labels: object) -> Callable[[], Timer]:
-        """Return a function that returns a new timer at each call. In loops, it is faster than :meth:`time`."""
+        """Return a function that creates timers for the cell of ``labels``. It is faster than :meth:`time`."""
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
 
     def warn_of_rejected(self, number: int) -> None:
@@ -224,7 +224,7 @@ class Stat:
                 cell.configure(policy)
 
     def end_epoch(self) -> None:
-        """Close the windows of all cells except remote ones. No-op unless the policy has ``Window(epoch=True)``."""
+        """Close the windows of cells whose ``is_remote`` is False, if the policy has ``Window(epoch=True)``."""
         for cell in self.cells:
             if not cell.is_remote:
                 cell.end_epoch()

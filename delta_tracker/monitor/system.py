@@ -86,7 +86,7 @@ _METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Reading
 
 
 class SystemMetrics(MetricSource):
-    """Source that records the metrics of this module once per collection."""
+    """Source that records CPU, memory, thread and file metrics of the process, and CUDA memory, at each collection."""
 
     name = "system"
 

@@ -87,7 +87,7 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """Return the current epoch's value of each of ``FIGURES``; an empty dict if no prediction was counted."""
+        """Return accuracy, precision, recall and F1 of the current epoch by name; an empty dict without predictions."""
         size = self._num_classes
         right, predicted, actual = (self._sums[index * size : (index + 1) * size] for index in range(3))
         num_seen = sum(actual)

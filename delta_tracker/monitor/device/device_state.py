@@ -153,7 +153,7 @@ class DeviceReader(MetricSource):
         """Start to copy the sums of all states, each on the CUDA stream that last updated the state.
 
         After all copies are started, deleted states are removed from the reader. If a copy cannot be started, the next
-        call reads them again. At the end of an epoch, pass the step and epoch number as ``epoch_end``.
+        call reads the deleted states again. At the end of an epoch, pass the step and epoch number as ``epoch_end``.
         """
         with self.lock:
             deleted = [self.deleted[index] for index in range(len(self.deleted))]  # a destructor may append meanwhile

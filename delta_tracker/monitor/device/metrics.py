@@ -1,8 +1,8 @@
 """Stats that accumulate values on a device. Recording does not wait for the device.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are ignored and
-counted as rejected. They are detected on the device. The sums are recorded after they were copied to the host, so a
-window with ``Window(count=...)`` may contain more than ``count`` records.
+counted as rejected. They are detected on the device. The sums are recorded after they have been copied to the host, so
+a window with ``Window(count=...)`` may contain more than ``count`` records.
 """
 
 import math
@@ -140,7 +140,7 @@ class DeviceMean(_DeviceStat):
     _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("mean", "count")}
 
     def update(self, value: Tensor | float, weight: Tensor | float = 1.0, **labels: object) -> None:
-        """Add values to the sums. No-op if the stat is disabled.
+        """Record values. No-op if the stat is disabled.
 
         Args:
             value: tensor of any shape and real dtype, or a number.
@@ -149,8 +149,8 @@ class DeviceMean(_DeviceStat):
             labels: not supported; pass ``labels`` to the constructor.
 
         Raises:
-            InvalidArgumentError: if ``labels`` or complex values are passed, if ``weight`` cannot be broadcast to
-                ``value``, or if both are on different devices. A zero-dimensional ``weight`` may be on the CPU.
+            InvalidArgumentError: if ``labels`` or complex values are passed, or if ``weight`` cannot be broadcast to
+                ``value`` or is on another device. A zero-dimensional ``weight`` may always be on the CPU.
         """
         self._refuse_labels(labels)
         self._record(value, weight)

@@ -68,7 +68,7 @@ class OpenTelemetrySink(Sink):
         self._logs = logs.OTLPLogExporter(f"{base}/v1/logs", **options)
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Send ``collection`` to the OpenTelemetry collector. Raise ConnectionError if it does not accept all data."""
+        """Send ``collection`` to the OpenTelemetry collector. Raise ConnectionError if any data is not accepted."""
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
         resource = Resource({"service.name": self._service, **collection.attributes})

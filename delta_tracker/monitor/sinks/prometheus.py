@@ -124,7 +124,7 @@ class PrometheusFileSink(_TotalsSink):
 def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> "Metric":
     """Return the metric family of a stat. ``reports`` contains the totals of the stat's cells.
 
-    ``attributes`` are added to each sample as labels. Attributes with the name of a label of the stat are omitted.
+    ``attributes`` are added to each sample as labels. An attribute is omitted if the stat has a label of that name.
     """
     from prometheus_client import core  # noqa: PLC0415  optional
 
