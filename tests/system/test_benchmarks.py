@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 from functools import partial
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,6 +177,39 @@ def test_carried_wheels_that_are_too_large_or_ambiguous_are_refused(tmp_path: Pa
     (tmp_path / "some.package-2.0-py3-none-any.whl").touch()
     assert error() == f"{tmp_path} has two wheels of some-package: remove one"
     assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_a_stopped_install_of_carried_wheels_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = spec_from_loader("carried", SourceFileLoader("carried", str(_ROOT / ".ci" / "gpu")))
+    assert spec is not None
+    assert spec.loader is not None
+    carried = module_from_spec(spec)
+    spec.loader.exec_module(carried)
+    stops = True
+
+    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        target = Path(command[command.index("--target") + 1])
+        target.mkdir()
+        metadata = target / "some_package-1.0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text("Name: some-package\nVersion: 1.0\n")
+        if stops:
+            raise KeyboardInterrupt
+        (target / "some_package.py").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    (tmp_path / "some_package-1.0-py3-none-any.whl").touch()
+    with pytest.raises(KeyboardInterrupt):
+        carried.install(tmp_path)
+    assert carried.installed("some-package") is None
+    stops = False
+    site = carried.install(tmp_path)
+    assert (site / "some_package.py").exists()
+    assert carried.installed("some-package") == "1.0"
+    stops = True
+    assert carried.install(tmp_path) == site, "nothing is missing"
 
 
 def test_a_part_of_the_benchmark_for_gpus_that_fails_loses_no_times(
