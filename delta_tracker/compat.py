@@ -68,7 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return ``UPDATE_MODE_MAP`` or ``SUPPORTED_MODULES``, which have the same names in TorchRec."""
+    """Return ``UPDATE_MODE_MAP`` or ``SUPPORTED_MODULES``, as in TorchRec. Accessing the latter imports TorchRec."""
     return getattr(own, name)
 
 
@@ -224,7 +224,7 @@ class DeltaStoreTrec:
             self._store.compact(start_idx, end_idx)
 
     def get_unique(self, from_idx: int = 0) -> dict[str, UniqueRows]:
-        """Return the unique ids in lookups of batch ``from_idx`` and later, with their states, by table FQN."""
+        """Return the sorted unique ids in lookups of batch ``from_idx`` and later, with their states, by table FQN."""
         return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in self._store.get_delta(from_idx).items()}
 
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:

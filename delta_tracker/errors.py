@@ -239,7 +239,7 @@ class RankFailedError(StreamError, RuntimeError):
 
     After a failed publish, all rows stay pending. If ``is_unknown`` is True, the version may exist nevertheless, or may
     appear later. If it exists, the next version follows it. If a failed restore leaves the model partly written, the
-    model's forward pass raises :class:`IncompleteModelError`.
+    model's forward pass raises :class:`IncompleteModelError`. ``rank`` may be this rank.
     """
 
     def __init__(self, rank: int, reason: str, action: Action = "publish", *, is_unknown: bool = False) -> None:

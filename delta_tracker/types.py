@@ -481,7 +481,7 @@ class Delta(Mapping[str, DeltaRows]):
 class Memory:
     """Memory usage of a tracker on this rank, in bytes.
 
-    The sizes do not include memory for 2D parallelism, and up to 1 GiB of buffers that all trackers in a process share.
+    The sizes include neither memory for 2D parallelism nor up to 1 GiB of buffers that all trackers in a process share.
 
     Args:
         log_bytes: size of the change log: sets of changed rows, old states on the device and in pinned host memory, and
