@@ -29,7 +29,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class TensorVersions:
-    """Token that identifies the state of ``tensors``. It changes when a tensor is replaced or written in place."""
+    """Token of the state of ``tensors``. Two tokens differ if a tensor was replaced or written in place in between."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]

@@ -69,7 +69,7 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     Args:
         model: a ``DistributedModelParallel``, or any module that contains tables.
         fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude. An item is excluded
-            if a name is its FQN, the FQN of a module that contains it, or one component of its FQN. A warning is logged
+            if a name is its FQN, the FQN of a module that contains it, or one component of its FQN. A warning is issued
             for a name that matches nothing.
 
     Raises:

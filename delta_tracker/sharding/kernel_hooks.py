@@ -11,7 +11,7 @@ with ``fullgraph=True``.
 
 A deep copy of a model also calls the hooks. The hooks ignore lookups of the copy, because it has its own rows.
 TorchRec's ``DistributedModelParallel.copy()`` to the same device does not copy the rows: the hooks report lookups of
-such a copy. They count the backward passes of other copies, so that a warning is logged if a job trains a copy.
+such a copy. They count the backward passes of other copies, so that a warning is issued if a job trains a copy.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Access to the memory of kernels. It splits a kernel's memory into tables, and flushes caches before rows are read.
+"""Access to the memory of kernels: split it into tables, and flush the caches of a kernel before its rows are read.
 
 A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
 variants. It is a table-batched embedding (TBE): a group of tables has one autograd node. Within a kernel, a table is
@@ -8,7 +8,7 @@ FBGEMM's split functions create views of all tables of a kernel. Calling them fo
 number of tables, and calling them in each batch slows training down. The views are therefore cached until the tensors
 of the kernel are replaced.
 
-The cache contains one view for each table and optimizer state. The views keep the memory of replaced tensors allocated
+There is one cached view for each table and optimizer state. The views keep the memory of replaced tensors allocated
 until the next read.
 """
 

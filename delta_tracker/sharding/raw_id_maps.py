@@ -3,7 +3,7 @@
 TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps all
 unknown ids to the last row of its range. ``HashZchManagedCollisionModule`` searches rows, starting at an id's hash.
 With ``disable_fallback=True``, lookups of an unknown id find no row. Hash modules without this option are rejected,
-because such lookups may read the row of another id.
+because their lookups of an unknown id may read the row of another id.
 
 A trainer on several ranks has a default row on each rank. If a serving module contains the rows of several ranks, its
 ``remap`` is replaced by a function that uses the trainer's buckets to find the default row.
