@@ -132,8 +132,8 @@ class ChangeLog:
         If memory runs out or the call is interrupted, all rows may become pending for every consumer.
 
         Args:
-            state: result of :meth:`state` for a log that has the same consumers. If ``state.history`` is None, a later
-                rewind makes all rows pending. Where :attr:`ChangedRows.former` is None, former owners become unknown.
+            state: new state, for exactly the consumers of this log. If ``state.history`` is None, a later rewind makes
+                all rows pending. Where :attr:`ChangedRows.former` is None, former owners become unknown.
         """
         segments, cursors = self.segments, self.cursors
         with self.lock, one_cut():

@@ -102,9 +102,9 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def make_pending(self, fqn: str, ids: Tensor) -> None:
         """Make rows of the table ``fqn`` pending for the consumer again. Aborts the consumer's uncommitted read.
 
-        Call this method if the consumer lost or changed its copy of these rows. In a table with managed collisions,
-        the copy must still contain the raw ids of the last read. The old states of the rows become unknown. ``ids``
-        are ``[N]`` integer local ids, in any order. Raises InvalidArgumentError if the table or an id is unknown.
+        Call this method if the consumer lost or changed its copy of these rows. With managed collisions, the copy must
+        still contain the raw ids of the last read. The old states of the rows become unknown. ``ids`` are ``[N]``
+        integer local ids in any order, and may repeat. Raises InvalidArgumentError if the table or an id is unknown.
         """
         name = self._held()
         self._model.shard(fqn).spec.check_ids(ids)

@@ -30,7 +30,7 @@ class Read:
     Attributes:
         rows: pending rows by table FQN, including carried rows (see :class:`Consumer`) and rows that top-k leaves out.
             :meth:`LogConsumers.hold` empties this mapping.
-        delta: result of :meth:`returns`; None before the call.
+        delta: result of :meth:`returns`, which must be called before the read is held or committed; None until then.
     """
 
     consumer: str

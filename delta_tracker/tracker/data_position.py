@@ -31,7 +31,7 @@ class StatefulLoader(Protocol[_Batch_co]):
 
 
 class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()"):
-    """Wrapper of a data loader whose ``state_dict()`` is the position after the last batch that was trained on.
+    """Data loader wrapper whose ``state_dict()`` is the position after the last batch that was trained on.
 
     A pipeline fetches batches before it trains on them, so the state of the loader is ahead of training. This class
     saves the state of the loader with each batch. :meth:`ModelDeltaTracker.step` moves the position to the next batch.

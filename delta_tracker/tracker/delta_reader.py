@@ -66,10 +66,10 @@ class DeltaReader:
     ) -> _T:
         """Read a consumer's pending rows, and return ``result(delta)``.
 
-        The read is committed after ``result`` has returned. If ``result`` raises or the call is interrupted, the rows
-        stay pending. Callers must first check that no other owner has reserved the consumer. ``ranks`` is the group of
-        ranks that share the budget of ``top_k``. If it is None, all ranks share the budget, and the first read with
-        ``top_k`` creates a process group for them. For the other arguments and the errors, see
+        If ``commit`` is True, the read is committed after ``result`` has returned. If ``result`` raises or the call is
+        interrupted, the rows stay pending. Callers must first check that no other owner has reserved the consumer.
+        ``ranks`` is the group of ranks that share the budget of ``top_k``. If it is None, all ranks share the budget,
+        and the first read with ``top_k`` creates a process group for them. For the other arguments and the errors, see
         :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         consumers = self._log.consumers

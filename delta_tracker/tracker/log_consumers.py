@@ -195,7 +195,7 @@ class LogConsumers:
             return found
 
     def add(self, consumer: str, *, holder: str | None = None) -> None:
-        """Add a consumer that has no pending rows. Raise InvalidArgumentError if the name exists or is not a string.
+        """Add a consumer at the end of the log. Raise InvalidArgumentError if the name exists or is not a string.
 
         If ``holder`` is given, the consumer is transient: it is reserved for this owner and not saved in checkpoints.
         """
@@ -245,7 +245,7 @@ class LogConsumers:
     def make_pending(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows of the table ``fqn`` pending for one consumer. Aborts the consumer's uncommitted read.
 
-        The old states of the rows become unknown. ``ids`` is ``[N]`` int64 local ids, in any order. Pass
+        Their old states become unknown. ``ids`` is ``[N]`` int64 local ids in any order, duplicates allowed. Pass
         ``knows_owners=False`` if the raw ids in the consumer's copy may differ from those of its last committed read.
         """
         if not len(ids):

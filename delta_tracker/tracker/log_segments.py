@@ -52,7 +52,7 @@ class LogSegments:
         is_compact: True if :meth:`compact` has nothing to merge or drop.
         reads_shards: True if marking rows may read the shards.
         compact_waits: True if :meth:`compact` waits for the device.
-        in_place: function that returns a context manager. Rows marked in this context do not flush row caches.
+        in_place: function that returns a context manager. Marking rows in this context does not flush row caches.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class LogSegments:
         self.stores[fqn].mark(ids)
 
     def check_owners(self) -> None:
-        """Raise UnsupportedModelError if the raw ids of a table could not be read at the last cut."""
+        """Raise UnsupportedModelError if the raw ids of a table at the last cut cannot be published."""
         for fqn, owners in self.owners.items():
             if owners.refusal:
                 remedy = "Name the table in fqns_to_skip to train it untracked"

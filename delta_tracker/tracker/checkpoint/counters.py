@@ -134,8 +134,8 @@ class MetricCounter:
     def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
         """Return the state of a metric without updates, for a rank that loads no part.
 
-        ``layouts`` contains the dtype and shape of each saved tensor, by field name. A list state that other ranks
-        load is returned as an empty tensor: torchmetrics blocks forever if a list is empty on some ranks only.
+        ``layouts`` contains the dtype and shape of each saved tensor, by field name. A concatenated list that other
+        ranks load is returned as an empty tensor: torchmetrics blocks forever if a list is empty on some ranks only.
         """
         lists = [field for field, each in self._fields.items() if each == "dim_zero_cat" and field in layouts]
         kinds = [(field, *layouts[field]) for field in lists]
@@ -192,7 +192,7 @@ class MetricCounter:
             raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
 
     def _only(self, field: str, states: Sequence[State]) -> State:
-        """Return the unmergeable state ``field`` of the only element of ``states``, or its default without elements."""
+        """Return the unmergeable state ``field`` in the only element of ``states``, or its default if there is none."""
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
