@@ -1,8 +1,8 @@
 """Row sets on a CUDA device, implemented with Triton (the extra ``triton``).
 
-The engine passes the same contract test as the other engines, but only in Triton's interpreter, which runs kernels on
-the CPU if ``TRITON_INTERPRET=1`` is set. The kernels compile for compute capabilities 8.0 and 9.0. They have not been
-tested on a GPU yet. The engine is used only if it is selected by name.
+The engine passes the same contract test as the other engines. The test ran only in Triton's interpreter, which runs
+kernels on the CPU if ``TRITON_INTERPRET=1`` is set. The kernels compile for compute capabilities 8.0 and 9.0. They have
+not been tested on a GPU yet. The engine is used only if it is selected by name.
 """
 
 import os

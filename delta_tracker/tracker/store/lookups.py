@@ -30,7 +30,7 @@ class _Table:
     lookups: list[IndexedLookup] = field(default_factory=list)
 
     def range(self, start_idx: int, end_idx: int | None) -> slice:
-        """Return the slice of :attr:`lookups` for batches ``[start_idx, end_idx)``, without an upper bound for None."""
+        """Return the slice of :attr:`lookups` for batches ``[start_idx, end_idx)``; None for no upper bound."""
         batches = [lookup.batch_idx for lookup in self.lookups]
         return slice(bisect_left(batches, start_idx), None if end_idx is None else bisect_left(batches, end_idx))
 

@@ -46,7 +46,7 @@ class Segment:
     def merged(self, newer: "Segment") -> "Segment":
         """Return the union of this segment and a newer one. Rows in both segments keep the states of this segment.
 
-        The result may reuse the memory of both segments: do not use them afterwards. A call that fails can be repeated.
+        The result may reuse both segments: do not use them afterwards. A failed or interrupted call can be repeated.
         """
         if self.rows is None:
             return Segment(self.start, newer.rows, newer.states)
@@ -72,8 +72,8 @@ class MarkedRows:
     :meth:`compact`, the number of segments is at most the number of distinct pinned positions plus one. On the CPU, one
     large empty row set is kept for reuse.
 
-    To read, call :meth:`cut`, which ends the current segment, and then :meth:`changed`. Callers must serialize all
-    calls.
+    To read, call :meth:`cut` while the shard has the values that the read must return, and then :meth:`changed`.
+    Callers must serialize all calls.
 
     Args:
         num_rows: ``R``, number of rows of the shard; 0 is allowed.
