@@ -128,7 +128,7 @@ class AllRanks:
         return counts
 
     def leave(self) -> None:
-        """Make every later collective of this object raise an error. Call it if this rank was interrupted."""
+        """Make every later collective of this object raise. Call it if this rank was interrupted. Not a collective."""
         self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:

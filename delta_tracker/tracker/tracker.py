@@ -428,7 +428,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def stats(self) -> TrackerStats:
         """Return the lag and number of pending rows of each consumer, and the memory usage, on this rank.
 
-        Waits for the device. See :meth:`num_pending`. All rows of a dropped consumer count as pending.
+        Waits for the device. :meth:`num_pending` describes which rows count. All rows of a dropped consumer count.
         """
         log = self._log
         with log.lock:
@@ -583,8 +583,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
         """Return a copy of this rank's current rows of several tables, by table FQN.
 
-        Faster than one call to :meth:`read_rows` for each table. ``ids`` maps table FQNs to ``[N]`` integer local ids,
-        or to None for all rows. None returns all rows of all tables. Raises the same errors as :meth:`read_rows`.
+        Faster than one call to :meth:`read_rows` for each table, and raises the same errors. ``ids`` maps table FQNs to
+        ``[N]`` integer local ids, or to None for all rows. If ``ids`` is None, all rows of all tables are returned.
         """
         if ids is not None and not isinstance(ids, Mapping):
             raise InvalidArgumentError("ids", ids, "Pass a mapping of table FQN to ids, or None for all tables")
@@ -733,7 +733,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         announce_training(self._live)
 
     def detach(self) -> None:
-        """Stop tracking: remove all hooks. Later reads raise DetachedError. Idempotent."""
+        """Remove all hooks. Later reads raise DetachedError. Idempotent. Deleting the tracker also removes hooks."""
         self._hooks.detach()
 
     def __enter__(self) -> Self:
