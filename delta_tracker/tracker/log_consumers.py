@@ -245,7 +245,7 @@ class LogConsumers:
     def make_pending(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows of the table ``fqn`` pending for one consumer. Aborts the consumer's uncommitted read.
 
-        Their old states become unknown. ``ids`` is ``[N]`` int64 local ids in any order, duplicates allowed. Pass
+        The rows' old states become unknown. ``ids`` is ``[N]`` int64 local ids in any order, duplicates allowed. Pass
         ``knows_owners=False`` if the raw ids in the consumer's copy may differ from those of its last committed read.
         """
         if not len(ids):
