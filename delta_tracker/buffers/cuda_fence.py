@@ -40,9 +40,9 @@ class StreamFence:
         """Make the current stream of each device wait for the streams of earlier uses.
 
         Args:
-            key: identifier of a use that queues work on the stream until :meth:`leave` is called with the same key.
-                Until then, uses on other streams wait for this stream. The first use after :meth:`leave` also waits for
-                it. None for a use that queues all its work before the next :meth:`enter`.
+            key: identifier of a use that queues work on the current streams until :meth:`leave` is called with the same
+                key. Each use on another stream until then, and the first one afterwards, waits for these streams. None
+                for a use that queues all its work before the next :meth:`enter`.
         """
         for device in self._devices:
             stream, used = torch.cuda.current_stream(device), self._used.get(device, [])

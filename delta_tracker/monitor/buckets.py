@@ -119,8 +119,8 @@ class LogBuckets:
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
         """Return, for each of ``bounds``, the number of counted values that are less than or equal to the bound.
 
-        ``bounds`` are powers of ``2**(1 / 32)`` in ascending order. The result is exact for numbers whose magnitude is
-        above :data:`MIN` and at most :data:`MAX`.
+        ``bounds`` are powers of ``2**(1 / 32)`` in ascending order. The counts are exact if the magnitude of each
+        counted value is above :data:`MIN` and at most :data:`MAX`.
         """
         limits = [round(math.log2(bound) * PER_OCTAVE) for bound in bounds]
         below = self.negative.total() + self.zero

@@ -56,12 +56,12 @@ class Status:
         pinned: version of the pin or rollback that the predictor follows; None if there is none.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if its thread is not running.
         notice: message about a non-error condition, such as a pin that is not followed; empty if there is none.
-        why: last decision and its reason, such as ``version 7 is the newest``; empty before the first decision; see
+        why: why a version was applied or not, such as ``version 7 is the newest``; empty before the first decision; see
             ``guide/fleet.md``.
         left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
             ``tables`` of the predictor leaves them out, or because they do not fit the model. Empty before the
             first :meth:`Predictor.sync`, and in a row store until a version is applied.
-        differences: sentences about tables and dense tensors that are not applied or only partly applied, and about
+        differences: messages about tables and dense tensors that are not applied or only partly applied, and about
             applied tables that are no longer in the stream; empty before the first version with rows.
         counts: numbers of rows, bytes, raw ids and requests.
     """

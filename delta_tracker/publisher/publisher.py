@@ -321,7 +321,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def snapshot(self) -> Manifest:
         """Publish a snapshot, which contains the current values of all rows of all tables.
 
-        Call this method after weights were loaded or edited, for example. Returns the manifest of the snapshot. Raises
+        Call this method, for example, after loading or editing weights. Returns the manifest of the snapshot. Raises
         the same errors as :meth:`publish`.
         """
         return self._publish("snapshot")

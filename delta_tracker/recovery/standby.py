@@ -77,9 +77,9 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     Create a standby on all ranks after the model, the optimizers and the tracker. Then call :meth:`follow`, which
     returns when this job has taken over, and create the publishers.
 
-    Until the takeover, each rank applies the published rows and optimizer states to its shards, and calls of the model
-    raise :class:`~delta_tracker.errors.IncompleteModelError`. A takeover first claims the recovery stream, which fences
-    the former trainer. It then restores the newest version before the claim, like
+    Until the takeover, each rank applies the published rows and optimizer states to its shards, and a call of the model
+    raises :class:`~delta_tracker.errors.IncompleteModelError`. A takeover first claims the recovery stream and so
+    fences the former trainer. It then restores the newest version before the claim, like
     :func:`~delta_tracker.recovery.restore.restore`, and claims the serving streams. The section "Warm standby" of
     ``guide/recover.md`` describes the limits, and what to do after a failure.
 
@@ -216,8 +216,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
         Args:
             force: True to take over even if the publisher may be alive or a version cannot be applied.
-            silence: without ``force``, number of seconds without a version or heartbeat after which the publisher is
-                considered dead, according to the store's clock.
+            silence: number of seconds without a version or heartbeat, measured by the store's clock, after which the
+                publisher is considered dead. Ignored if ``force`` is True.
 
         Raises:
             LivePublisherError: on all ranks, if the publisher is alive, or if another job has claimed the stream.

@@ -80,7 +80,7 @@ class PlainTable:
         return None if weight is None or weight.layout is not torch.strided else weight.detach()
 
     def rows(self, slot: int, ids: Tensor) -> Tensor:
-        """Return a copy of the rows ``ids`` (``[N]`` int64), ``[N, columns]``."""
+        """Return a copy of the rows with local ids ``ids`` (``[N]`` int64) as an ``[N, columns]`` tensor."""
         return take_rows(self.weight(slot), ids)
 
     def optimizer_states(self, slot: int) -> list[Tensor]:  # noqa: ARG002

@@ -137,7 +137,7 @@ class _ModuleMap(RawIdMap):
 
 
 class MchMap(_ModuleMap, SortedMap):
-    """Mapping of raw ids to rows in an ``MCHManagedCollisionModule``, which is unsharded or one shard of a table."""
+    """Mapping of raw ids to rows in an ``MCHManagedCollisionModule`` for an unsharded table or one shard of a table."""
 
     def __init__(self, module: MCHManagedCollisionModule, num_shards: int) -> None:
         super().__init__(module, num_shards, _rows(module))

@@ -42,9 +42,9 @@ class HostCache:
 
     Args:
         directory: directory of the cache on a local file system; created with mode 0700 if it is missing.
-        max_bytes: maximum size of the cache in bytes. The least recently used parts are deleted first. Larger parts
-            bypass the cache.
-        patience_seconds: time without progress of a fetching process after which other processes bypass the cache.
+        max_bytes: maximum size of the cache in bytes. The least recently used parts are deleted first. Parts that are
+            larger than ``max_bytes`` bypass the cache.
+        patience_seconds: time to wait for a process that fetches a part without progress, before bypassing the cache.
 
     Attributes:
         counts: numbers of parts: ``hits`` were read from the cache, ``misses`` were fetched into the cache, and

@@ -90,8 +90,8 @@ def last_present(is_there: Callable[[int], bool], after: int) -> int:
 def free_counters(storage: Storage) -> list[int]:
     """Return the counters under which the next pin or release must be written, in ascending order.
 
-    The last one is the next counter. The others are gaps before forged pins, because a reader may stop at a gap or
-    find a forged pin: at counter ``c``, it probes ``c + 1``, ``c + 2``, ``c + 4`` and so on.
+    Write the order under each of them. The last one is the next counter. The others are gaps before forged pins: a
+    reader at counter ``c`` probes ``c + 1``, ``c + 2``, ``c + 4`` and so on, and could stop at a gap.
     """
     names = map(_PIN_NAME.fullmatch, storage.names(PINS))
     taken = {int(match[1]) for match in names if match is not None}

@@ -226,7 +226,7 @@ class WholeBlocks:
 
 
 def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
-    """Write the listed rows in ``rows`` over the whole blocks. Return the whole blocks and the other listed rows."""
+    """Return the whole blocks of ``rows``, updated with the listed rows, and the listed rows that no block contains."""
     whole: list[BlockRows] = []
     listed: list[BlockRows] = []
     for each in rows:

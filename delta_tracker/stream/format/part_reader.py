@@ -386,7 +386,7 @@ def _keys(part: Part, chosen: Part) -> set[str]:
 
 
 def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return the dense tensors in the parts of ``readers`` by name: only those in ``names`` unless it is None."""
+    """Return the dense tensors in the parts of ``readers``, by name. ``names`` selects tensors; None selects all."""
     found: dict[str, Tensor] = {}
     for reader in readers:
         if reader.part.dense:

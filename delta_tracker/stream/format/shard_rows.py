@@ -33,7 +33,7 @@ def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
 def rows_of(storage: Storage, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
     """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of ``entry`` that has rows in ``shards``.
 
-    Reads and checks only the parts that contain these blocks. Of a part of format 2, reads only the ids.
+    Reads and checks only the parts that contain these blocks. From parts in format 2, it reads only the ids.
     """
     found = []
     for part in entry.parts:

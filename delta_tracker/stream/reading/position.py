@@ -150,9 +150,9 @@ class Written:
         return self.applying > entry.version and (self.applying_generation or 0) < entry.generation
 
     def begun(self, entry: Manifest, *, is_elsewhere: bool) -> Self:
-        """Return the state while rows of ``entry``, an entry of this stream, are written.
+        """Return a copy of this state that records that rows of ``entry``, an entry of this stream, are being written.
 
-        Pass ``is_elsewhere=True`` if ``entry`` may belong to a different history from :attr:`version`.
+        Pass ``is_elsewhere=True`` if ``entry`` may not continue from :attr:`version`.
         """
         begun = replace(self, is_mixed=self.is_mixed or is_elsewhere)
         if self.applying is not None and self.applying > entry.version:

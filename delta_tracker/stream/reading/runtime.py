@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class OneThread:
-    """Executor that runs actions in one thread, in the order of submission. The thread ends with this object.
+    """Executor that runs actions in one thread, in the order of submission. The thread exits with this object.
 
-    Unlike in a ThreadPoolExecutor, an exception such as KeyboardInterrupt in :meth:`submit` leaves no lock acquired.
+    Unlike with ThreadPoolExecutor, an exception such as KeyboardInterrupt in :meth:`submit` never leaves a lock held.
     ``name`` is the prefix of the thread's name.
     """
 

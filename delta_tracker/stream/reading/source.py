@@ -135,9 +135,9 @@ class Source:
 class Sources:
     """All stores of one stream. A reader normally reads only the current one.
 
-    Pass urls or stores in the order of preference. After a failure, a source other than the current one is not read for
-    30 s. Each further failure doubles this time, up to 300 s. Raises InvalidArgumentError without a url, or if a url is
-    given twice.
+    Pass urls or stores in the order of preference. A source that failed is not read for 30 s unless it is the current
+    one. Each further failure doubles this time, up to 300 s. Raises InvalidArgumentError if no url is given, or if a
+    url is given twice.
     """
 
     def __init__(

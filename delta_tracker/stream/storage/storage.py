@@ -229,7 +229,7 @@ class Storage:
     def delete(self, name: str) -> None:
         """Delete an object; no-op if it does not exist.
 
-        A local object may reappear after a power loss, unless :meth:`sync` is called afterwards.
+        Call :meth:`sync` after deleting a local object; otherwise, it may reappear after a power loss.
         """
         with self._operation("delete", name, "delete()"):
             self._store.delete(name)

@@ -65,7 +65,7 @@ class NumbaRows(RowSet):
 
     @classmethod
     def warm_up(cls, device: torch.device) -> None:  # noqa: ARG003
-        """Import the compiled kernels. Raise MissingExtraError if numba is missing or does not support numpy."""
+        """Import the compiled kernels. Raise MissingExtraError if numba is missing or needs another numpy."""
         load_loops()
 
     @classmethod
@@ -164,7 +164,7 @@ class NumbaRows(RowSet):
 
 @cache
 def load_loops() -> ModuleType:
-    """Import and return the compiled kernels. Raise MissingExtraError if numba is missing or does not support numpy."""
+    """Import and return the compiled kernels. Raise MissingExtraError if numba is missing or needs another numpy."""
     return import_optional("delta_tracker.tracker.row_sets.numba_loops", "numba", "numba")
 
 
