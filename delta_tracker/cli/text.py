@@ -39,7 +39,7 @@ def count(number: int) -> str:
 
 
 def plural(number: int, one: str, many: str = "") -> str:
-    """Format a number, followed by the singular ``one`` or the plural ``many`` of a noun.
+    """Format a number, followed by the singular ``one`` or the plural ``many`` (default: ``one`` and ``s``) of a noun.
 
     Example:
         >>> plural(1, "entry", "entries"), plural(2000, "part")

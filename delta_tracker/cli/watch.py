@@ -158,8 +158,7 @@ class TopView:
         num_gone: number of predictors whose last heartbeat is older than an hour.
         skews: descriptions of clocks that differ from the store's clock by more than a minute.
         problem: message to show, for example the error of the last read; None if there is no message.
-        read: time of the last successful read, in Unix seconds. Rates are averages over the time window before this
-            time.
+        read: time of the last successful read, in Unix seconds. Rates are averages over the time window before it.
     """
 
     url: str

@@ -237,7 +237,7 @@ class TrackerCallback(Callback):
 
         Lightning calls this method on every rank. After ``fit``, the method saves the state from the end of ``fit``, or
         from a checkpoint that was loaded later, and records whether weights were written afterwards. Before the first
-        ``fit`` and after a failed ``fit``, it saves an empty state. Loading an empty state marks every row as changed.
+        ``fit``, and in calls after a failed ``fit``, it saves an empty state. Loading it marks all rows as changed.
         """
         if self._tracker is not None:
             checkpoint[_KEY] = self._state()
@@ -260,8 +260,8 @@ class TrackerCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the publisher and detach the tracker.
 
-        Lightning does not call this method after ``fit`` raised an error, so that callbacks can still save a
-        checkpoint. :meth:`setup` then cleans up in the next call of ``trainer``.
+        Lightning does not call this method if ``fit`` raised an error. Callbacks can then still save a checkpoint, and
+        :meth:`setup` cleans up in the next call of ``trainer``.
         """
         self._release()
 

@@ -191,7 +191,7 @@ class Forecast:
 
     @property
     def publisher(self) -> Requests:
-        """Requests of the publisher per hour: writes of versions and the pointer, and reads that check entries."""
+        """Requests of the publisher per hour, without retention: writes of versions and pointer, and entry checks."""
         versions, scans = self._versions, _HOUR / SCAN_SECONDS
         return Requests(
             puts=self._deltas * self.delta.num_writes
@@ -219,7 +219,7 @@ class Forecast:
 
     @property
     def predictor(self) -> Requests:
-        """Requests of one predictor per hour for entries, parts, polls without a new version, and heartbeats."""
+        """Requests of one predictor per hour: entries, parts, polls without a version, gap checks, and heartbeats."""
         poll_seconds = self.workload.poll_seconds
         polls, checks = _HOUR / poll_seconds, _HOUR / (GAP_CHECK_SECONDS + poll_seconds / 2)
         delta, snapshot = self.delta.reads(), self.snapshot.reads()
