@@ -27,8 +27,8 @@ class TableLock(Forkable):
     """Phase-fair reader-writer lock: readers and writers alternate, so that neither starves.
 
     A waiting writer precedes readers that arrive later. Readers that are waiting when a write ends precede the next
-    writer. A reader therefore waits for at most one write. See B. Brandenburg, J. Anderson, "Spin-Based Reader-Writer
-    Synchronization for Multiprocessor Real-Time Systems", 2010.
+    writer. A reader therefore waits for the current readers and at most one write. See B. Brandenburg, J. Anderson,
+    "Spin-Based Reader-Writer Synchronization for Multiprocessor Real-Time Systems", 2010.
 
     :meth:`reading` is reentrant. A thread that enters :meth:`writing` inside :meth:`reading` deadlocks.
 

@@ -110,7 +110,7 @@ class ModelWriter:
         """Return True if the tensors of the model still have the sizes that they had when rows were applied.
 
         Return False if a size differs or the previous sizes are unknown. Only a snapshot can then be applied next.
-        ``manifest`` is the entry at the position or the next delta, and ``receiver`` is ``resolve(manifest)``.
+        ``manifest`` is the entry at the position or the next delta. ``receiver`` is ``resolve(manifest)``, if known.
         """
         own, held = self.model.spec_texts(manifest) if receiver is None else receiver.spec_texts, self.spec_texts
         if held is None and not self.model.continues:  # saved without sizes: all that the stream has fitted

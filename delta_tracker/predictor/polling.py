@@ -130,7 +130,7 @@ class GapChecks:
         return self._runtime.monotonic() >= self._due
 
     def done(self, *, found_none: bool) -> None:
-        """Schedule the next check. If ``found_none`` is True (the last check found no gap), double the interval."""
+        """Schedule the next check, after a longer interval if ``found_none`` (the last check found no gap) is True."""
         longer = min(2 * self._seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
         self._seconds = longer if found_none else GAP_CHECK_SECONDS
         self._due = self._runtime.monotonic() + jittered(self._seconds, self._runtime)

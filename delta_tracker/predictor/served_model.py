@@ -108,7 +108,7 @@ class NameMap:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return a dict of stream name to model name, without those of ``names`` that are the same in the model."""
+        """Map stream names to model names: all whole names, and those of ``names`` that differ in the model."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
