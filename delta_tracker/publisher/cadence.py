@@ -25,7 +25,8 @@ class Cadence:
     All ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, and act on the votes at the next such
     call. A single rank acts at once. For the bound ``batches``, or on a single rank, a version starts at most
     ``vote_every - 1`` calls late. For the other bounds on several ranks, it starts at most ``2 * vote_every - 1`` calls
-    late. The delay is longer if the previous version is still in progress.
+    late. The delay is longer if the previous version is still in progress. A delta that has started is committed
+    without more calls. For a snapshot, the rows that change while all rows are copied are read at a later vote.
 
     Args:
         batches: bound on the number of batches since the last version.

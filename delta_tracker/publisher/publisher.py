@@ -239,21 +239,20 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
     @property
     def error(self) -> Exception | None:
-        """Error that prevented the last version from being published, without a traceback; None if it was published."""
+        """Error of the last version, without a traceback; None if the version was published."""
         return self._reports.error
 
     @property
     def is_fenced(self) -> bool:
         """True if a newer publisher has claimed the stream. This publisher then publishes no more versions.
 
-        The value changes in the same call of :meth:`step` on all ranks, so that all can stop training at the same
-        batch.
+        The value changes in the same call of :meth:`step` on all ranks, so that all can stop at the same batch.
         """
         return isinstance(self._reports.error, FencedError)
 
     @property
     def upkeep_error(self) -> Exception | None:
-        """Error of rank 0's last compaction or retention pass; None if it succeeded. Always None on other ranks."""
+        """Error of rank 0's last compaction or retention; None if neither failed. Always None on other ranks."""
         return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
@@ -263,8 +262,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         last accumulated batch only, because a restored job continues with the batch after the call. A version is
         published only if no update is in progress and no rows were updated since the last ``tracker.step()``. Updates
         of sharded tables without a fused optimizer are not detected. The call waits up to 5 seconds for an update in
-        progress. A model output whose backward pass has not run, such as the output of an evaluation, counts as an
-        update in progress. Delete such outputs before the call, or compute them under ``torch.no_grad()``.
+        progress. After a wait has timed out, later calls wait at most 0.05 seconds, until a wait succeeds. A model
+        output whose backward pass has not run, such as the output of an evaluation, counts as an update in progress.
+        Delete such outputs before the call, or compute them under ``torch.no_grad()``.
 
         Training is blocked only while the rows are read. The rows of a snapshot are copied while training continues.
         Other threads write and commit the version. The result is available in :attr:`error`, the log and the metrics
@@ -308,9 +308,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             UnfinishedStepError: with ``recovery``, if an update is still in progress after the wait described in
                 :meth:`step`, or if rows were updated since the last ``tracker.step()``; every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit, or a directory cannot be flushed to
-                disk. Every row stays pending. The version may have been committed, or may still be committed later. In
-                both cases, the next version continues from it. The other ranks raise RankFailedError with
-                ``is_unknown``.
+                disk. Every row stays pending. The version may have been committed, or may be committed later. If so,
+                the next version continues from it. The other ranks raise RankFailedError with ``is_unknown``.
             StorageError: if this rank could not write to the store; every row stays pending.
             RankLostError: if a rank died or did not answer in time; every row stays pending.
             InvalidArgumentError: if the publisher is closed, if the calling thread or process did not create the

@@ -9,10 +9,10 @@ The state is a dict with these keys:
   - ``dense``, only on rank 0: dense tensors by name. ``buffers``, only on the other ranks: buffers by name. Tensors
     that the parts of the version contain are omitted.
   - ``publisher``: name of the publisher's consumer.
-  - ``consumers``: a dict for each other consumer of the tracker, by name. ``version`` is the newest version of which
-    the consumer has read all rows; None if there is no such version. ``left_out`` contains the global ids of rows of
-    earlier versions that are still pending for the consumer, by FQN. ``place``, if the consumer has a publisher, is the
-    stream position of this publisher; see :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
+  - ``consumers``: a dict for each other consumer of the tracker, by name. ``version`` is the newest version up to whose
+    cut the consumer has read; None if there is none. ``left_out`` contains the global ids of rows that changed earlier
+    but are still pending for the consumer, by FQN. ``place``, if the consumer has a publisher, is the stream position
+    of this publisher; see :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
   - ``collisions``: this rank's state of the module of each table with managed collisions, by FQN; see
     :func:`~delta_tracker.sharding.collision_states.collision_state`.
   - ``batches``: number of calls of ``tracker.step()``.
