@@ -49,7 +49,7 @@ _CLASS_KEY = "decoupled_weight_decay"  # the only difference between the groups 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalJob:
-    """Arguments of :func:`~delta_tracker.recovery.restore.restore` that describe the job, with the job's rank."""
+    """Arguments of :func:`~delta_tracker.recovery.restore.restore` that describe the job, and this process's rank."""
 
     model: nn.Module
     tracker: ModelDeltaTracker | None
@@ -316,7 +316,8 @@ def check_objects(
 ) -> None:
     """Check that the optimizers and schedulers in ``objects`` can load the states that ``rank`` saved.
 
-    ``argument`` is ``"training_state"`` or ``"rank_state"``. Objects whose names are in ``ignore`` are skipped.
+    ``argument`` is ``"training_state"`` or ``"rank_state"``. Skips the objects in ``ignore``. For each other object,
+    ``states`` must contain a state.
     """
     for name, each in objects.items():
         if name in ignore:

@@ -109,7 +109,7 @@ def pending_rows(
     Returns:
         Two dicts by consumer name. The first contains the local ids of pending rows by FQN (``[N]`` int64, ascending
         and unique), or None for all rows. The second contains the stream positions from which the consumers' publishers
-        can continue with a delta. It omits unknown positions.
+        can continue with a delta. It omits positions that differ between ranks or have unknown pending rows.
     """
     publisher = states.publisher()
     if tracker is None:

@@ -45,8 +45,8 @@ class ShardFollower:
 
     Attributes:
         error: error of the last attempt to apply an entry; None if it succeeded. :meth:`advance` retries.
-        newest: entry up to which all rows have been written. None before the first entry, and while an older version is
-            being written.
+        newest: entry up to which all rows have been written. None before the first entry, and while the model may
+            contain older rows.
     """
 
     def __init__(self, log: StreamLog, job: LocalJob, runtime: Runtime = REAL) -> None:

@@ -184,9 +184,9 @@ class ServingStreams:
     def check(self, version: Manifest | None) -> None:
         """Check that the streams exist, and that they are the serving streams of the trainer.
 
-        ``version``, a version of the recovery stream, lists the consumers of the trainer's tracker, and their streams
-        if known. Raises InvalidArgumentError if a listed stream is missing, or if there are more unlisted streams than
-        consumers with an unknown stream. If ``version`` is None, the consumers are not compared.
+        ``version``, a version of the recovery stream, lists the other consumers of the trainer's tracker, and their
+        streams if known. Raises InvalidArgumentError if a listed stream was not passed, or if there are more unlisted
+        streams than consumers with an unknown stream. If ``version`` is None, the consumers are not compared.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]

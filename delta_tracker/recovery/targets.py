@@ -34,7 +34,7 @@ class RowWriter:
 
     @torch.no_grad()
     def write(self, entry: Manifest) -> None:
-        """Write the rows and states of ``entry``, which may be a merged entry. Repeat the call if it is interrupted."""
+        """Write the rows and states of ``entry``, which may be merged. An interrupted call can be repeated."""
         rows: list[BlockRows] = []
         for part in entry.parts:
             if blocks := wanted(part, self.shards):
