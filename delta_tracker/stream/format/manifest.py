@@ -208,7 +208,7 @@ class Manifest:
         return self.created - self.committed
 
     def seconds_since(self, before: Manifest) -> float:
-        """Return the time in seconds from the commit of ``before``, the preceding entry, to the commit of this entry.
+        """Return the seconds (0 or more) from the commit of ``before``, the preceding entry, to that of this entry.
 
         Uses the publisher's clock, because a store may truncate its times to seconds, and copies of objects have new
         times. Uses the store's times if the entries have different publishers, or if a clock was set in between.

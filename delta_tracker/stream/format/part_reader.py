@@ -135,8 +135,8 @@ class PartReader:
             and each later read checks the returned data.
         blocks: indices of the blocks to read; None for all. If given, the ids of other blocks are neither read nor
             checked.
-        dense: names of the dense tensors to check in the constructor if ``blocks`` is given. The constructor then also
-            checks the owners of these blocks. With None, it checks neither dense tensors nor owners.
+        dense: if ``blocks`` is given, names of the dense tensors to check in the constructor, which then also checks
+            the owners of these blocks. None checks no owners, and checks dense tensors when they are read.
 
     Raises:
         CorruptPartError: if the bytes do not match the record. Later reads may also raise it.

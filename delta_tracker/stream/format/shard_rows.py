@@ -13,7 +13,7 @@ from delta_tracker.types import ShardSpec
 
 
 def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
-    """Return the indices of the blocks of ``part`` that overlap the shards of one rank, keyed by table FQN."""
+    """Return the indices of the blocks of ``part`` that overlap ``shards``, the shards of one rank by table FQN."""
     return {
         number
         for number, block in enumerate(part.blocks)

@@ -100,7 +100,7 @@ class _Tables(Struct):
 
 
 def mirrored_tables(storage: Storage) -> TableChoice:
-    """Return the recorded choice of tables of the mirror in ``storage``, or all tables if it has not recorded any."""
+    """Return the choice that a mirror recorded in ``storage``, or all tables. Raises MalformedError if invalid."""
     data = storage.uncached.read(TABLES_NAME, max_bytes=_MAX_BYTES)  # a cache may have an old 404
     if data is None:
         return TableChoice(None)
@@ -114,7 +114,7 @@ def mirrored_tables(storage: Storage) -> TableChoice:
 def check_mirrored(storage: Storage, choice: TableChoice, *, is_empty: bool) -> None:
     """Raise InvalidArgumentError unless the mirror in ``storage`` has recorded ``choice``.
 
-    If ``is_empty`` is True, no choice may have been recorded yet.
+    If ``is_empty`` is True, also accepts a mirror that has not recorded a choice yet.
     """
     stated = mirrored_tables(storage).patterns
     if stated != choice.patterns and (stated or not is_empty):
