@@ -559,7 +559,7 @@ def _apply_instead(log: SeenLog, view: View, position: Position, fault: StreamEr
 
 
 def _move_to_order(log: SeenLog, view: View, position: Position, cause: StreamError) -> Apply | Stay | None:
-    """Return the decision for an order of a stream that continues the position's stream; None without an order."""
+    """Return the decision for an order of a stream that continues the position's stream; None without such an order."""
     order = _order(log, view)
     if order is None or order.stream == position.stream:
         return None

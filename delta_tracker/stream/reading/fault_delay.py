@@ -1,4 +1,4 @@
-"""Handling of faults that an HTTP cache may have caused, and that disappear once the cache is updated."""
+"""Handling of faults that an HTTP cache may have caused, and that may disappear once the cache is updated."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -86,7 +86,7 @@ def _affected_names(fault: StreamError, position: Position | None) -> set[str]:
 class RereadStore(Store):
     """Read-only view of a store at an http url, in which reads of some objects bypass the caches.
 
-    :meth:`bypass_caches` selects these objects. Their bytes are kept in memory, up to 64 MiB, and requested only once.
+    :meth:`bypass_caches` selects these objects. Their bytes are kept, up to 64 MiB, to avoid further requests.
     """
 
     is_read_only = True

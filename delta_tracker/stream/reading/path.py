@@ -318,7 +318,7 @@ def continues(log: Entries, position: Position, merged: Manifest) -> bool:
 
 
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
-    """Return True if ``entry`` is newer than ``position``. In a restored copy of the log, its version may be lower."""
+    """Return True if ``entry``, of the position's stream, is newer. In a restored copy, its version may be lower."""
     if position.precedes(entry):
         return entry.version > position.version or _is_other_copy(log, position)
     return _is_restored(log, position, entry) and _is_other_copy(log, position)
