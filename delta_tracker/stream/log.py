@@ -220,7 +220,7 @@ class StreamLog:
         return known is not None and not known.may_have(version)
 
     def _confirmed_by(self, pointer: HeadPointer) -> Manifest | None:
-        """Read the entry that ``pointer`` names. Confirm it and return the entry, or refuse it and return None."""
+        """Read the entry that ``pointer`` names, and confirm the pointer, or refuse the pointer and return None."""
         name = entry_name(pointer.version)
         is_only = self.pointer.confirmed in (None, pointer)
         trouble = StaleCacheError(self.url, name, _REREAD_SECONDS)

@@ -463,7 +463,7 @@ def next_copy(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bo
     """Return the decision to copy the next entry. If the mirror must wait, return a note to log, which may be empty.
 
     ``head`` is the newest entry of the destination. ``is_checked`` is True if an earlier check has found that the
-    destination is a prefix of the source. ``is_due`` is True to repeat this check if no next entry is found.
+    destination is a prefix of the source. ``is_due`` is True to check this if it is unknown or there is no next entry.
     """
     if head is None:
         return _first(log)

@@ -39,7 +39,7 @@ def pin_version(
     """Make all predictors that follow pins return to ``version`` and stay at it until a release. Return the pin.
 
     Checks the entries that lead to the version and the sizes of their objects, before and after the pin is written.
-    Unless ``is_quick`` is True, first verifies all bytes of the parts. Retention keeps the objects while a pin applies.
+    Unless ``is_quick``, first verifies all bytes of the parts too. Retention keeps these objects while the pin applies.
 
     ``reason`` is a text of at most 1,000 characters for operators. ``replaces=True`` replaces a current pin.
 

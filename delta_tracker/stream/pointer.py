@@ -144,7 +144,7 @@ class PointerReader(Forkable):
     """Reader that polls the pointer object and stores the newest valid pointer. Thread-safe.
 
     A pointer is **claimed** until the entry that it names has been read, and then **confirmed**. Fields of several
-    pointers are never combined. A pointer with a lower generation or version is outdated and ignored. It is accepted
+    pointers are never combined. A pointer with a lower (generation, version) is outdated and ignored. It is accepted
     only if its entry exists and the confirmed pointer's entry is missing, because the log was restored from a copy. A
     pointer of another stream is accepted only after the pointer and its entry were read again, bypassing caches. Unless
     its generation is higher, the confirmed pointer's entry must also be missing.

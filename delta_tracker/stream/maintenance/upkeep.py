@@ -95,7 +95,7 @@ class UpkeepThread:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
     A pass runs compaction first, and then retention, even if the compaction failed. A failure is stored in
-    :attr:`error`, and logged if the last failure of the same step was of another kind. The next pass retries.
+    :attr:`error`, and logged unless the last failure of the same step was of the same kind. The next pass retries.
 
     Args:
         upkeep: settings of retention and compaction. This thread does not write the pointer object.

@@ -40,7 +40,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class ByteRange:
-    """Range of bytes of an object to read. If ``end`` is None, the object must have at most ``max_bytes`` bytes."""
+    """Bytes ``[begin, end)`` of an object to read. If ``end`` is None, the whole object, at most ``max_bytes``."""
 
     url: str
     name: str
