@@ -889,5 +889,5 @@ def generation_error(entry: Manifest, before: Manifest) -> MalformedError:
 
 
 def part_name(version: int, generation: int, author: str) -> str:
-    """Return a unique name for a part of ``version`` or of a later one. ``author`` is, for example, ``r3`` for rank 3."""
+    """Return a unique name for a part of ``version`` or a later one. ``author`` is, for example, ``r3`` for rank 3."""
     return f"parts/{version:020d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"

@@ -114,7 +114,7 @@ class LiveTables:
     def kernel_scalars(self) -> dict[str, dict[str, int | float | Tensor]]:
         """Return the iteration counters and hyperparameters of the fused optimizers on this rank, by table FQN.
 
-        Keys of the dicts: ``iter``, ``iter_cpu``, ``lr``, ``group_lr``, ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
+        The keys are ``iter``, ``iter_cpu``, ``lr``, ``group_lr``, ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
         For a kernel on an accelerator, ``iter`` is a tensor of the kernel. Reading its value waits for the device.
         """
         return kernel_scalars(self._model.shards)
