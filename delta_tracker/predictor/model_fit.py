@@ -65,8 +65,8 @@ def fit(
     ``tables`` and ``dense`` are the specs of the model's tables and dense tensors, by name in the stream. ``dense`` is
     None to leave out all dense tensors. ``mapped`` contains the names of the model's tables that have a raw id mapping.
 
-    If only the number of rows of a table differs, the rows that exist in both are applied. A table with another number
-    of columns or dtype is left out. A table with raw ids is left out even if only the number of rows differs, because
+    If only the number of rows of a table differs, the rows that exist in both are applied. A table with a different
+    dtype or number of columns is left out. A table with raw ids is left out even if only the number of rows differs, because
     the rows of unknown raw ids depend on this number.
     """
     taken: dict[str, TableSpec] = {}

@@ -89,7 +89,7 @@ class PollSchedule:
         self._hinted = self._runtime.monotonic()
 
     def hints_failed(self) -> None:
-        """Record that the notifier failed, so that hints may be missing."""
+        """Record that the notifier failed and that hints may therefore be missing."""
         self._num_right, self._hinted = 0, None
 
     def pause(self) -> float:

@@ -83,8 +83,8 @@ class RankTables:
     Only the training thread may call the methods.
 
     Copies have the dtype of their table, and are encoded on the CPU when they are read. They use 8 bytes per row id, in
-    addition to the size of the rows; see :class:`~.host_copies.HostCopier`. The result of :meth:`whole` uses the memory
-    of a chunk.
+    addition to the size of the rows; see :class:`~.host_copies.HostCopier`. The result of :meth:`whole` is
+    copied in chunks when it is read, and uses the memory of one chunk.
 
     With 2D parallelism, only the ranks of a table's first replica copy its rows.
 

@@ -66,7 +66,7 @@ class PostLookupHook(Watcher):
     Attributes:
         in_flight: updates whose backward pass has not begun, but whose autograd graph still exists.
         num_updates: number of backward passes that have begun to update rows.
-        others: counter of backward passes of copies of the kernel that have their own rows.
+        others: counter of backward passes through copies of the kernel that do not share its rows.
     """
 
     def __init__(self, kernel: Kernel, context: HookContext, *, lookups: bool) -> None:

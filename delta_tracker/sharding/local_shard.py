@@ -19,7 +19,7 @@ class ShardHolder(Protocol):
 
     @property
     def module(self) -> Any:  # noqa: ANN401  classes of torch and torchrec
-        """Module of torch or TorchRec that contains the weights."""
+        """The PyTorch or TorchRec module that contains the weights."""
 
     @property
     def is_fused(self) -> bool:

@@ -132,7 +132,7 @@ class StepHook(Watcher):
         return True
 
     def after(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Report the end of a step whose start :meth:`before` has reported. Called by :meth:`run` after the step."""
+        """Report the end of a step, after :meth:`before` has reported its start. :meth:`run` calls this method."""
         step = self._steps.get(id(optimizer))
         if step is None:  # its begin was not reported
             self._listener.mark_all_later(self._tables)

@@ -12,7 +12,7 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 class TorchMonitorSink(Sink):
     """Sink that logs each event and window with ``torch.monitor.log_event()``.
 
-    Handlers registered with ``torch.monitor`` run in a thread of the library, one call at a time. Do not call
+    A background thread of this package calls the handlers of ``torch.monitor``, one at a time. Do not call
     ``log_event()`` in other threads at the same time: concurrent calls of a handler written in Python can deadlock.
 
     Raises:

@@ -37,7 +37,7 @@ class Encoding(StrEnum):
 
     @classmethod
     def named(cls, name: object) -> Encoding:
-        """Return the encoding called ``name``, in upper or lower case. An :class:`Encoding` is returned unchanged."""
+        """Return the encoding called ``name`` (case-insensitive). An :class:`Encoding` is returned unchanged."""
         found = cls.__members__.get(name.upper()) if isinstance(name, str) else None
         if found is None:
             raise InvalidArgumentError("encoding", name, f"Pass some of {list(cls.__members__)}")

@@ -395,9 +395,9 @@ def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None
 
 
 class Contents:
-    """Rows and dense tensors of a version. The constructor reads and checks all parts, see :func:`read_parts`.
+    """Rows and dense tensors of a version. The constructor reads and checks all parts; see :func:`read_parts`.
 
-    If ``narrowed``, a copy of ``manifest`` with only some tables and dense tensors, is given, only these are read.
+    ``narrowed`` is a copy of ``manifest`` with only some of its tables and dense tensors. If given, only these are read.
 
     Attributes:
         manifest: manifest of the version, or ``narrowed``.

@@ -39,7 +39,7 @@ class Entries(Protocol):
 
     @property
     def url(self) -> str:
-        """Url of the store."""
+        """URL of the store."""
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of ``version``; None if it does not exist."""

@@ -34,8 +34,8 @@ class Storage:
     Names of objects are relative to the URL and use forward slashes. A name is invalid if it contains an empty, ``.``
     or ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods raise
     :class:`InvalidArgumentError` for an invalid name, and :class:`StorageError` if the store fails. A local object is
-    flushed to disk (fsync) before the call that wrote it returns. If the object was written, but its name cannot be
-    flushed, :class:`UnknownOutcomeError` is raised.
+    flushed to disk (fsync) before the call that wrote it returns. If the object was written, but its directory
+    entry cannot be flushed, :class:`UnknownOutcomeError` is raised.
 
     At an http URL, a web server or a cache only serves single objects. For such a URL, all methods that write, delete
     or list raise :class:`UnsupportedStoreError`.
@@ -49,8 +49,8 @@ class Storage:
             :class:`WriteRefusedError`.
         fsync: if False, the system decides when local objects are flushed to disk, and a machine failure may lose them.
         options: options of a remote store as obstore names them, such as ``endpoint``, ``region``, ``access_key_id``,
-            ``secret_access_key``, ``allow_http``, ``read_timeout`` (maximum time without data, 30s by default; an
-            object that takes longer must average 16 KiB per second) or ``timeout`` (of a whole request, no limit by
+            ``secret_access_key``, ``allow_http``, ``read_timeout`` (maximum time without data, 30s by default; a
+            download that takes longer must average 16 KiB per second) or ``timeout`` (of a whole request, no limit by
             default). All values are strings.
 
     Attributes:
@@ -58,7 +58,7 @@ class Storage:
         is_remote: True if the store is accessed over a network, which may alter data.
         is_read_only: True if the store cannot be written to, for example at an http URL.
         lists: True if the store can list its objects; False at an http URL.
-        lists_from: True if a listing after a name skips earlier names at no cost, for example in an object store.
+        lists_from: True if a listing that starts after a name skips the earlier names at no cost, as in object stores.
         requests: number of operations so far, by kind: ``read``, ``size``, ``list``, ``write`` and ``delete``. An
             operation that takes several requests counts once.
 

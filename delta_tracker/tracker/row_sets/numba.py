@@ -33,8 +33,8 @@ class NumbaRows(RowSet):
     release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set in a process
     loads the kernels from numba's cache or compiles them, which takes seconds.
 
-    The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. The summary is then computed
-    from the bits of the rows by the next call that needs it, and also after an interrupted call.
+    The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. After such a
+    call, or an interrupted call, the next call that needs the summary computes it from the bits of the rows.
 
     Raises:
         MissingExtraError: if numba is not installed or does not support the installed numpy.

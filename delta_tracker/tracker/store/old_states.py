@@ -339,7 +339,7 @@ class DeviceStates(OldStates):
             self._blocks[-1].shrink()
 
     def spill(self, max_bytes: int) -> int:
-        """Start moving the oldest closed blocks to pinned host memory until the others take at most ``max_bytes``.
+        """Start moving the oldest closed blocks to pinned host memory. The other ones take at most ``max_bytes``.
 
         Returns the size in bytes of the closed blocks that stay on the device. Blocks with an unknown number of rows
         are neither moved nor counted.
