@@ -66,8 +66,8 @@ def fit(
     None to leave out all dense tensors. ``mapped`` contains the names of the model's tables that have a raw id mapping.
 
     If only the number of rows of a table differs, the rows that exist in both are applied. A table with a different
-    dtype or number of columns is left out. A table with raw ids is left out even if only the number of rows differs, because
-    the rows of unknown raw ids depend on this number.
+    dtype or number of columns is left out. A table with raw ids is also left out if only the number of rows differs,
+    because the rows of unknown raw ids depend on this number.
     """
     taken: dict[str, TableSpec] = {}
     differences: dict[str, str] = {}

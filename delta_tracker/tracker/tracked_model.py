@@ -13,7 +13,7 @@ from delta_tracker.tracker.modes import Capture
 
 
 class TrackedModel:
-    """Model of a tracker, with the model's tables and this rank's current shards of them.
+    """The model that a tracker tracks, its tables, and this rank's current shards of these tables.
 
     The stores, the reader and the checkpoints of the tracker share one instance, and look up the shards at each use.
     After a reshard, call :meth:`take` with a new result of :meth:`discover`.

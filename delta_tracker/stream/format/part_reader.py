@@ -397,7 +397,7 @@ def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None
 class Contents:
     """Rows and dense tensors of a version. The constructor reads and checks all parts; see :func:`read_parts`.
 
-    ``narrowed`` is a copy of ``manifest`` with only some of its tables and dense tensors. If given, only these are read.
+    If ``narrowed`` is given, a copy of ``manifest`` with some of its tables and dense tensors, only these are read.
 
     Attributes:
         manifest: manifest of the version, or ``narrowed``.

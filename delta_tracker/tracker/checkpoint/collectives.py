@@ -85,7 +85,7 @@ def refuse_dcp_load(argument: str, adapter: str) -> None:
     """Raise InvalidArgumentError if the caller runs inside ``dcp.load``.
 
     ``dcp.load`` calls ``state_dict()`` to get the tensors to fill, but the saved tensors may have other keys and sizes.
-    The error message names ``argument``, which was passed to ``dcp.load``, and ``adapter``, which should be passed instead.
+    The error message names ``argument``, which was passed to ``dcp.load``, and ``adapter``, the object to pass instead.
     """
     if dcp_load_frame() is not None:
         remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"
