@@ -85,7 +85,7 @@ class LogSegments:
         self.count(ids)
 
     def count(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Add the number of changed rows to :attr:`num_recorded`. ``ids`` maps table FQNs to local ids; None for all rows."""
+        """Add the number of changed rows to :attr:`num_recorded`. ``ids`` maps FQNs to local ids; None for all rows."""
         recorded, num_rows = self.num_recorded, 0
         for fqn, own in ids.items():
             num_own = self.stores[fqn].num_rows if own is None else own.numel()

@@ -342,10 +342,10 @@ class Store:
         return _described(entry, is_merged=is_merged)
 
     @_alone
-    def garbage(self, pinned: int | None) -> list[str]:
+    def garbage(self, *, is_pinned: bool) -> list[str]:
         """Return the objects that no entry names, and the entries that nobody needs.
 
-        Needed are those from the newest snapshot on, or up to the pinned version, and claims and what is before them.
+        Needed are those from the newest snapshot on, claims, and what is before them. A pin keeps all later entries.
         """
         paths = sorted((self.path / "log").glob(_ENTRIES))
         entries = {int(path.stem): json.loads(path.read_bytes()) for path in paths}
@@ -357,7 +357,7 @@ class Store:
         parts = [f"parts/{path.name}" for path in (self.path / "parts").glob("*")]
         folders = ("drafts", "probe", "predictors", "publishers", "control/retention")
         left = [f"{name}/{path.name}" for name in folders for path in (self.path / name).glob("*")]
-        old = [f"log/{number}" for number in entries if number not in needed and (pinned is None or number > pinned)]
+        old = [f"log/{number}" for number in entries if number not in needed and not is_pinned]
         return [*left, *old, *(name for name in parts if name not in named)]
 
     @_alone

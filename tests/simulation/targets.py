@@ -26,17 +26,22 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
     is_waiting = any(history.streams.index(each.stream) > number for each in entries)
     stream = history.streams[number]
     entries = [each for each in entries if each.stream == stream]
-    # A canary counts up to the newest entry, also if its parts are lost.
+    # A canary counts up to the newest entry, also if its parts are lost. Over http, that is the entry of the pointer,
+    # which is not written for a claim.
     heads = [each for each in (store.newest() for store in stores) if each is not None and each.stream == stream]
-    head = max((*entries, *heads), key=lambda each: (not each.is_merged, each.version))
+    pointed = max((store.pointed() or 0 for store in stores), default=0) if reader.settings.web is not None else None
+    counted = [each for each in (*entries, *heads) if pointed is None or each.version <= pointed] or entries
+    head = max(counted, key=lambda each: (not each.is_merged, each.version))
     is_older = reader.saved is not None and reader.saved > (number, head.version)  # all that is there is older
     if is_waiting or (floor is None and (is_older or not _may_begin(reader, history, entries, head))):
         return None
+    start = floor[1] if floor is not None and floor[0] == number else None
+    is_stuck = _is_stuck(reader, history, entries, start)
     entries = [each for each in entries if fits(reader, history, each)]
     allowed = [each for each in entries if is_allowed(each, head, reader.settings.canary)]
-    start = floor[1] if floor is not None and floor[0] == number else None
     ends = reached(allowed, start)
     newest = {history.without_claims((number, max(ends)))} if ends else set()
+    newest |= {history.without_claims((number, start))} if start is not None and is_stuck else set()
     if reader.settings.kind == "cache" and ends:  # it may have a lost part, because another part has the same bytes
         listed = [each for store in stores for each in store.listed() if each.stream == stream]
         cached = reached([each for each in listed if is_allowed(each, head, reader.settings.canary)], start)
@@ -77,6 +82,16 @@ def fits(reader: Reader, history: History, entry: Entry) -> bool:
     """Return True if the version of an entry fits the model of a predictor."""
     copy = history.copies.get((entry.stream, entry.version))
     return copy is None or entry.kind == "claim" or reader.fits(copy, entry.stream)
+
+
+def _is_stuck(reader: Reader, history: History, entries: Sequence[Entry], start: int | None) -> bool:
+    """Return True if the next version is lost, and the newest snapshot does not fit: an older one is not looked for."""
+    snapshots = [each for each in entries if each.kind == "snapshot"]
+    newest = max(snapshots, key=lambda each: each.version, default=None)
+    if start is None or newest is None or newest.version <= start:
+        return False
+    leads_on = any(each.first <= start + 1 <= each.version for each in entries if each.kind != "snapshot")
+    return not leads_on and not fits(reader, history, newest)
 
 
 def _may_begin(reader: Reader, history: History, entries: Sequence[Entry], head: Entry) -> bool:

@@ -230,7 +230,7 @@ class World:
         self._primary.touch()
         with self._call("retain") as errors:
             retain(Storage(self._primary.url), Retention(versions=1, grace_seconds=0.0))
-        garbage = self._primary.garbage(None if self._history.pin is None else self._history.pin.version)
+        garbage = self._primary.garbage(is_pinned=self._history.pin is not None)
         if garbage and not errors:
             raise RuleError("objects", f"retention leaves {garbage}")
 
@@ -1149,11 +1149,9 @@ class World:
         is_due = max(reader.failed_at, slow_at) + _AGAIN_SECONDS < SCHEDULER.now
         if errors:
             reader.failed_at = SCHEDULER.now
-        if (
-            not self._has_damages
-            and is_due
-            and any(isinstance(each, CorruptPartError | MalformedError) for each in errors)
-        ):
+        # Otherwise, retention may have deleted the parts of the next version, and no newer snapshot fits the model.
+        is_due = is_due and not self._has_damages and self._fits_trainer(reader)
+        if is_due and any(isinstance(each, CorruptPartError | MalformedError) for each in errors):
             raise RuleError("copies", f"{reader.describe()} reports a damaged copy in a cache: {errors[0]}")
 
     def _interrupt(self, who: int, choice: int) -> str | None:

@@ -29,6 +29,7 @@ from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirroring import Mirror
+from delta_tracker.stream.pin import announce_deletions
 from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
 from tests.permissions import Permissions, documented, folder_of
@@ -230,6 +231,7 @@ def _named(place: Place) -> None:
 def _operator(place: Place) -> None:
     trainer = _published(place, 9)
     compact(place.whole(), fold=0.01)
+    announce_deletions(place.whole(), trainer.publisher.stream, 0)  # of a retention pass that runs
     pin_version(place.limited(), 10)
     trainer.publisher.snapshot()
     release_pin(place.limited())
