@@ -73,7 +73,8 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
             # A pin that a canary does not allow yet ends an own rollback, and leads up to what the canary allows.
             found |= {each for each in newest if each[1] < order.version}
             # A release that it does not allow yet keeps a predictor where it was when it saw the order.
-            seen_at = {each for each in ends if floor == (number, start) and floor[1] <= each < order.version}
+            least = floor[1] if floor[0] == number else 0  # it may have come from a former stream before
+            seen_at = {each for each in ends if least <= each < order.version}
             found |= {history.without_claims((number, each)) for each in seen_at if order.kind == "release"}
     return found or None
 
