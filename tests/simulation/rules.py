@@ -20,7 +20,7 @@ from tests.simulation.threads import SCHEDULER
 from tests.simulation.trainer import TABLES, Copy
 
 
-def check(reader: Reader, history: History, encoding: str | None, *, is_complete: bool) -> None:
+def check(reader: Reader, history: History, encoding: str | None, *, is_complete: bool) -> None:  # noqa: C901
     """Check a predictor after a call. Raise RuleError if a rule does not hold.
 
     Args:
@@ -30,7 +30,11 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
         is_complete: True if the call applied whatever it found.
     """
     reader.seen = max((counter for _, counter in history.ordered), default=0)
-    version, stream = reader.predictor.version, reader.predictor.status().stream
+    while True:
+        status = reader.predictor.status()  # may wait, while a thread that follows applies versions
+        version, stream, held = status.version, status.stream, reader.copy()
+        if reader.predictor.version == version:
+            break
     if version is None or stream is None:
         if reader.floor is not None:
             raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to no version")
@@ -41,7 +45,6 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     key = stream, version
     if key not in history.copies:
         raise RuleError("rows", f"{reader.describe()} states version {version}, which was not committed")
-    held = reader.copy()
     difference = history.copies[key].difference(held, encoding)
     if difference is not None:
         raise RuleError("rows", f"{reader.describe()} at version {version}: {difference}")
