@@ -8,7 +8,7 @@ from itertools import product
 from delta_tracker import Canary
 from tests.simulation.history import History, Order, Place
 from tests.simulation.reader import Reader
-from tests.simulation.stores import Entry
+from tests.simulation.stores import Entry, Store
 
 LOOK_SECONDS = 6.5  # more than the time between two looks for a pin
 
@@ -26,12 +26,7 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
     is_waiting = any(history.streams.index(each.stream) > number for each in entries)
     stream = history.streams[number]
     entries = [each for each in entries if each.stream == stream]
-    # A canary counts up to the newest entry, also if its parts are lost. Over http, that is the entry of the pointer,
-    # which is not written for a claim.
-    heads = [each for each in (store.newest() for store in stores) if each is not None and each.stream == stream]
-    pointed = max((store.pointed() or 0 for store in stores), default=0) if reader.settings.web is not None else None
-    counted = [each for each in (*entries, *heads) if pointed is None or each.version <= pointed] or entries
-    head = max(counted, key=lambda each: (not each.is_merged, each.version))
+    head = _newest(reader, stores, entries, stream)
     is_older = reader.saved is not None and reader.saved > (number, head.version)  # all that is there is older
     if is_waiting or (floor is None and (is_older or not _may_begin(reader, history, entries, head))):
         return None
@@ -77,6 +72,18 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
             seen_at = {each for each in ends if least <= each < order.version}
             found |= {history.without_claims((number, each)) for each in seen_at if order.kind == "release"}
     return found or None
+
+
+def _newest(reader: Reader, stores: Sequence[Store], entries: Sequence[Entry], stream: str) -> Entry:
+    """Return the entry up to which a canary counts: the newest one, also if its parts are lost.
+
+    Over http, that is the entry of the pointer, which is not written for a claim.
+    """
+    shown = [store.newest() for store in stores if reader.can_read(store)]
+    heads = [each for each in shown if each is not None and each.stream == stream]
+    pointed = max((store.pointed() or 0 for store in stores), default=0) if reader.settings.web is not None else None
+    counted = [each for each in (*entries, *heads) if pointed is None or each.version <= pointed] or entries
+    return max(counted, key=lambda each: (not each.is_merged, each.version))
 
 
 def fits(reader: Reader, history: History, entry: Entry) -> bool:
