@@ -32,7 +32,8 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     reader.seen = max((counter for _, counter in history.ordered), default=0)
     while True:
         status = reader.predictor.status()  # may wait, while a thread that follows applies versions
-        version, stream, held = status.version, status.stream, reader.copy()
+        version, stream = status.version, status.stream
+        held = reader.copy() if version is not None else {}  # without a version, tables of raw ids may have no rows
         if reader.predictor.version == version:
             break
     if version is None or stream is None:
