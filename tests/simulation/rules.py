@@ -12,6 +12,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from tests.simulation.history import History, Key, Order, Place, RuleError
 from tests.simulation.reader import Reader
 from tests.simulation.served import ServedRows
@@ -20,7 +24,7 @@ from tests.simulation.threads import SCHEDULER
 from tests.simulation.trainer import TABLES, Copy
 
 
-def check(reader: Reader, history: History, encoding: str | None, *, is_complete: bool) -> None:  # noqa: C901
+def check(reader: Reader, history: History, encoding: str | None, *, is_complete: bool) -> None:
     """Check a predictor after a call. Raise RuleError if a rule does not hold.
 
     Args:
@@ -30,12 +34,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
         is_complete: True if the call applied whatever it found.
     """
     reader.seen = max((counter for _, counter in history.ordered), default=0)
-    while True:
-        status = reader.predictor.status()  # may wait, while a thread that follows applies versions
-        version, stream = status.version, status.stream
-        held = reader.copy() if version is not None else {}  # without a version, tables of raw ids may have no rows
-        if reader.predictor.version == version:
-            break
+    version, stream, held = _stated(reader)
     if version is None or stream is None:
         if reader.floor is not None:
             raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to no version")
@@ -91,6 +90,18 @@ def _check_floor(reader: Reader, place: Place, *, is_ordered: bool) -> None:
         raise RuleError("backwards", f"{reader.describe()} from {floor} to {place} without an order")
     if place[0] < floor[0]:
         raise RuleError("former pin", f"{reader.describe()} from {floor} to {place} by a pin of a former stream")
+
+
+def _stated(reader: Reader) -> tuple[int | None, str | None, Mapping[str, Tensor]]:
+    """Return the version that a predictor states, its stream and its rows, all of the same time.
+
+    A predictor without a version has no rows: tables of raw ids may lack them.
+    """
+    while True:
+        status = reader.predictor.status()  # may wait, while a thread that follows applies versions
+        held = reader.copy() if status.version is not None else {}
+        if reader.predictor.version == status.version:
+            return status.version, status.stream, held
 
 
 def _check_model(reader: Reader, history: History, key: Key, encoding: str | None) -> None:
